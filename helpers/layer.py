@@ -1,0 +1,359 @@
+"""One attention or decoder layer of any decoder that transformers knows, with a checkpoint's weights in it.
+
+The causal model is built on the meta device, where it takes no memory, and only as deep as the layer asked for; the
+layer is taken out of it and given the stored tensors one by one. The layer's code is transformers' own.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Container
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from helpers.checkpoint import DTYPES, PLAIN, Checkpoint, StoredTensor
+from helpers.errors import InputError, did_you_mean
+
+# Buffers that old checkpoints store and no module reads: the rotary frequencies follow from the config.
+IGNORED = ("rotary_emb.inv_freq",)
+# The one place where modules hold fused tensors and checkpoints hold separate ones: routed experts.
+FUSED_EXPERTS = {
+    "mlp.experts.gate_up_proj": ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"),
+    "mlp.experts.down_proj": ("mlp.experts.{}.down_proj.weight",),
+}
+NARROW = (torch.bfloat16, torch.float16)
+ROWS_AT_ONCE = 512  # of a weight made float32: a block that stays in the processor's cache
+ROOM_TO_RUN = 1.2  # a layer that is run needs room for its activations beside its weights
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What one module takes from a checkpoint. Names, shapes and dtypes were checked both ways before it exists.
+
+    ``sources`` maps each of the module's tensors to the stored tensors it is made of (one, but for fused experts);
+    ``ignored`` are stored tensors of the layer that no module reads.
+    """
+
+    sources: dict[str, list[StoredTensor]]
+    ignored: list[StoredTensor]
+
+    @property
+    def stored(self) -> list[StoredTensor]:
+        return [entry for entries in self.sources.values() for entry in entries]
+
+    @property
+    def n_parameters(self) -> int:
+        return sum(math.prod(entry.shape) for entry in self.stored)
+
+    @property
+    def summary(self) -> str:
+        nbytes = sum(entry.nbytes for entry in self.stored)
+        n = len(self.stored)
+        return f"{n} of {n} tensors matched, {self.n_parameters:,} parameters, {nbytes:,} bytes read"
+
+    def totals(self) -> dict[str, Any]:
+        return {"load": self.summary, "parameter_count": self.n_parameters}
+
+    def describe(self) -> list[dict[str, Any]]:
+        """What a manifest says of each tensor, its byte range in the shard's file included."""
+        return [
+            {
+                "name": entry.name,
+                "shard": entry.shard,
+                "dtype": entry.dtype,
+                "shape": list(entry.shape),
+                "byte_range": [entry.start, entry.end],
+            }
+            for entry in self.stored
+        ]
+
+    def table(self) -> pd.DataFrame:
+        """One row a stored tensor: name, shard, dtype, shape, bytes, matched (``yes`` or ``ignored``)."""
+        return pd.DataFrame(
+            {
+                "name": entry.name,
+                "shard": entry.shard,
+                "dtype": entry.dtype,
+                "shape": " × ".join(map(str, entry.shape)),
+                "bytes": entry.nbytes,
+                "matched": matched,
+            }
+            for entries, matched in ((self.stored, "yes"), (self.ignored, "ignored"))
+            for entry in entries
+        )
+
+
+class Float32Products(TorchFunctionMode):
+    """Multiply BF16 and FP16 matrices on a CPU in float32, and round each result once to the narrow type.
+
+    The numbers are those of a BF16 product with float32 accumulation, whatever the processor; where it has no BF16
+    instructions (AVX2), its own BF16 product is about six times slower than this.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first = args[0] if args else None
+        narrow = isinstance(first, torch.Tensor) and first.dtype in NARROW and first.device.type == "cpu"
+        if func is nn.functional.linear and narrow:
+            return _linear_in_float32(*args, **(kwargs or {}))
+        if func is torch.matmul and narrow:
+            return func(first.float(), args[1].float()).to(first.dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def _linear_in_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    output = x.new_empty(*x.shape[:-1], len(weight))
+    wide = x.float()
+    for start in range(0, len(weight), ROWS_AT_ONCE):
+        rows = slice(start, start + ROWS_AT_ONCE)
+        output[..., rows] = nn.functional.linear(wide, weight[rows].float(), None if bias is None else bias[rows].float())
+    return output
+
+
+@dataclass
+class AttentionLayer:
+    """One attention layer with its weights, ready to run alone.
+
+    ``module`` is transformers' attention module. It is causal when called without a mask, which an eager or
+    unconfigured stand-alone module is not. ``config`` is the model's, ``index`` the layer's number, ``report`` the
+    :class:`LoadReport`.
+    """
+
+    module: nn.Module
+    config: PreTrainedConfig
+    index: int
+    report: LoadReport
+    rotary: nn.Module
+
+    @property
+    def n_heads(self) -> int:
+        return int(self.config.num_attention_heads)
+
+    @property
+    def norm_epsilons(self) -> str:
+        """Epsilons of the norms inside the attention, as transformers sets them whatever the config says; or ``""``."""
+        found = {getattr(part, "variance_epsilon", None) for part in self.module.modules()} - {None}
+        return ", ".join(f"{epsilon:g}" for epsilon in sorted(found))
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.module.parameters()).dtype
+
+    def position_embeddings(
+        self, hidden_states: torch.Tensor, position_ids: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rotary ``(cos, sin)``, each [B or 1, L, rotary width], for positions 0 … L-1 or those given."""
+        if position_ids is None:
+            position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device)[None]
+        cos, sin = self.rotary(hidden_states, position_ids)
+        return cos, sin
+
+
+def load_attention(
+    ckpt: Checkpoint, layer: int = 0, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
+) -> AttentionLayer:
+    """Load the attention of decoder layer ``layer``; reads its tensors and their shards' headers, nothing more.
+
+    Raises:
+        InputError: no such layer; an architecture without a causal ``self_attn``; a tensor missing, unexpected, of
+            another shape or of a quantised dtype; NaN or infinity in a weight.
+    """
+    decoder = skeleton(ckpt, layer)
+    module = _part(decoder.layers[layer], "self_attn")
+    if not getattr(module, "is_causal", False):
+        raise InputError(f"Layer {layer} of {ckpt.name} ({type(module).__name__}) is not causal self-attention.")
+    report = _load(ckpt, layer, "self_attn.", module, dtype, device)
+    return AttentionLayer(module, decoder.config, layer, report, _rotary(decoder, device))
+
+
+def load_decoder_layer(ckpt: Checkpoint, layer: int, dtype: torch.dtype, device: str) -> nn.Module:
+    """Load the whole decoder layer ``layer`` (norms, attention, feed-forward or experts).
+
+    Raises:
+        InputError: as :func:`load_attention`.
+    """
+    module = skeleton(ckpt, layer).layers[layer]
+    _load(ckpt, layer, "", module, dtype, device)
+    return module
+
+
+def load_input_norm(ckpt: Checkpoint, layer: int, dtype: torch.dtype, device: str) -> nn.Module:
+    """Load the norm that stands before the attention of ``layer``.
+
+    Raises:
+        InputError: as :func:`load_attention`, or the architecture has no ``input_layernorm``.
+    """
+    module = _part(skeleton(ckpt, layer).layers[layer], "input_layernorm")
+    _load(ckpt, layer, "input_layernorm.", module, dtype, device)
+    return module
+
+
+def check_attention(ckpt: Checkpoint, layer: int) -> LoadReport:
+    """Check names, shapes and dtypes as :func:`load_attention` does, from headers alone; no weight is read."""
+    return _match(ckpt, layer, "self_attn.", _part(skeleton(ckpt, layer).layers[layer], "self_attn"))
+
+
+def check_layers_below(ckpt: Checkpoint, layer: int, n_tokens: int, dtype: torch.dtype, free_bytes: int) -> None:
+    """Refuse a ``layer`` whose lower layers can't be run one after another, from the skeleton and headers alone.
+
+    Raises:
+        InputError: a layer that takes more than ``free_bytes``, that sees only a window of ``n_tokens``, or whose
+            tensors don't fit; this layer's input norm is checked too.
+    """
+    layers = skeleton(ckpt, layer).layers
+    for below in range(layer):
+        window = attention_window(ckpt.config, below)
+        if window is not None and n_tokens > window:
+            raise InputError(f"Layer {below} of {ckpt.name} sees the last {window} tokens only: lower seq_len.")
+        n_parameters = sum(tensor.numel() for tensor in layers[below].state_dict().values())
+        needed = n_parameters * dtype.itemsize * ROOM_TO_RUN
+        if needed > free_bytes:
+            raise InputError(
+                f"Text at layer {layer} needs the layers below to run first, and layer {below} of {ckpt.name} takes "
+                f"{needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')} where {free_bytes / 1e9:.1f} GB are "
+                f"free: use a layer up to {below}, or input=random."
+            )
+        _match(ckpt, below, "", layers[below])
+    _match(ckpt, layer, "input_layernorm.", _part(layers[layer], "input_layernorm"))
+
+
+def skeleton(ckpt: Checkpoint, layer: int) -> nn.Module:
+    """Build the decoder on the meta device (no memory), as deep as ``layer``, with causal attention.
+
+    Raises:
+        InputError: the model has no such layer, or its decoder isn't a stack of ``layers``.
+    """
+    n_layers = ckpt.config.num_hidden_layers
+    if not 0 <= layer < n_layers:
+        raise InputError(f"layer {layer} is out of range: {ckpt.name} has layers 0 to {n_layers - 1}.")
+    config = copy.deepcopy(ckpt.config)
+    config.num_hidden_layers = layer + 1
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: layer + 1]
+    # sdpa without a mask is causal; eager without one would attend to the future
+    config._attn_implementation = "sdpa"
+    with torch.device("meta"):
+        decoder = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").get_decoder()
+    if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
+        raise InputError(f"{type(decoder).__name__} is no decoder with a list of layers: this architecture is not supported.")
+    return decoder.eval()
+
+
+def rotary_embedding(ckpt: Checkpoint, device: str) -> nn.Module:
+    """Return the model's rotary embedding: ``(hidden_states, position_ids) -> (cos, sin)``."""
+    return _rotary(skeleton(ckpt, 0), device)
+
+
+def attention_window(config: PreTrainedConfig, layer: int) -> int | None:
+    """Return how many tokens back this layer sees, or None for all of them (full causal attention)."""
+    kinds = getattr(config, "layer_types", None)
+    kind = kinds[layer] if kinds else "full_attention"
+    if kind == "full_attention":
+        uses_window = not kinds and getattr(config, "use_sliding_window", True)
+        return getattr(config, "sliding_window", None) if uses_window else None
+    if kind == "sliding_attention":
+        return int(config.sliding_window)
+    raise InputError(f"Layer {layer} is of kind {kind}: only causal softmax attention can be studied.")
+
+
+def _part(decoder_layer: nn.Module, name: str) -> nn.Module:
+    part = getattr(decoder_layer, name, None)
+    if part is None:
+        parts = ", ".join(child for child, _ in decoder_layer.named_children())
+        raise InputError(f"{type(decoder_layer).__name__} has no {name} (it has {parts}): this architecture is not supported.")
+    return part
+
+
+def _rotary(decoder: nn.Module, device: str) -> nn.Module:
+    """Make the decoder's rotary embedding anew: its frequencies are computed, not stored, and meta has no numbers."""
+    rotary = getattr(decoder, "rotary_emb", None)
+    if rotary is None:
+        raise InputError(f"{type(decoder).__name__} has no rotary_emb: only rotary position embeddings are supported.")
+    return type(rotary)(config=decoder.config).to(device)
+
+
+def _match(ckpt: Checkpoint, layer: int, part: str, module: nn.Module) -> LoadReport:
+    """Hold the module's tensors against the checkpoint's, both ways; reads headers only.
+
+    Raises:
+        InputError: lists every missing, unexpected, misshapen and quantised tensor, with the nearest name.
+    """
+    start = f"{ckpt.prefix}layers.{layer}."
+    held = {name.removeprefix(start) for name in ckpt.layer_names(layer, part)}
+    if not held:
+        raise InputError(f"{ckpt.name} holds no tensor {start}{part}…: it is a part of the model without layer {layer}.")
+    targets = {part + name: tensor for name, tensor in module.state_dict().items()}
+    wanted = {name: _source_shapes(name, tensor, held) for name, tensor in targets.items()}
+    expected = {name: shape for shapes in wanted.values() for name, shape in shapes.items()}
+    ignored = {name for name in held if name.endswith(IGNORED)}
+    unexpected = held - expected.keys() - ignored
+
+    problems = [f"'{start}{name}' is missing.{did_you_mean(name, unexpected)}" for name in expected if name not in held]
+    if not problems:
+        problems = [f"'{start}{name}' has no place in {type(module).__name__}." for name in sorted(unexpected)]
+    for name in expected.keys() & held:
+        entry = ckpt.stored(start + name)
+        if entry.dtype not in PLAIN:
+            problems.append(f"'{entry.name}' is stored as {entry.dtype}: quantised tensors can't be read.")
+        elif entry.shape != expected[name]:
+            problems.append(f"'{entry.name}' has shape {list(entry.shape)}, not {list(expected[name])}.")
+    if problems:
+        more = f" And {len(problems) - 8} more." if len(problems) > 8 else ""
+        raise InputError(
+            f"Layer {layer} of {ckpt.name} doesn't fit the model that its config describes: {' '.join(problems[:8])}{more}"
+        )
+    return LoadReport(
+        {name.removeprefix(part): [ckpt.stored(start + source) for source in wanted[name]] for name in targets},
+        [ckpt.stored(start + name) for name in sorted(ignored)],
+    )
+
+
+def _source_shapes(name: str, target: torch.Tensor, held: Container[str]) -> dict[str, tuple[int, ...]]:
+    """Stored names that one module tensor is made of, in order, with the shape each must have."""
+    if name in held or name not in FUSED_EXPERTS:
+        return {name: tuple(target.shape)}
+    n_experts, rows, width = target.shape  # rows of gate and up lie one after the other
+    patterns = FUSED_EXPERTS[name]
+    shape = (rows // len(patterns), width)
+    return {pattern.format(expert): shape for expert in range(n_experts) for pattern in patterns}
+
+
+def _load(ckpt: Checkpoint, layer: int, part: str, module: nn.Module, dtype: torch.dtype, device: str) -> LoadReport:
+    """Give ``module`` (on meta) the checkpoint's tensors, one at a time, so that memory never holds them twice."""
+    report = _match(ckpt, layer, part, module)
+    parameters = dict(module.named_parameters())
+    state = {}
+    for name, entries in report.sources.items():
+        # a buffer keeps its stored precision: routing biases are float32 in a BF16 model
+        to = dtype if name in parameters else DTYPES[entries[0].dtype]
+        if len(entries) == 1:
+            state[name] = _finite(ckpt, entries[0].name).to(device=device, dtype=to)
+        else:
+            state[name] = torch.empty(module.get_parameter(name).shape, device=device, dtype=to)
+            for slot, entry in zip(state[name].view(len(entries), *entries[0].shape), entries, strict=True):
+                slot.copy_(_finite(ckpt, entry.name))
+    module.load_state_dict(state, assign=True)
+    without_numbers = [name for name, buffer in module.named_buffers() if buffer.is_meta]
+    if without_numbers:
+        raise InputError(f"{type(module).__name__} computes {', '.join(without_numbers)} itself: it is not supported.")
+    module.requires_grad_(False)
+    return report
+
+
+def _finite(ckpt: Checkpoint, name: str) -> torch.Tensor:
+    """Read a tensor and refuse NaN and infinity, which would spread through a whole softmax row."""
+    tensor = ckpt.tensor(name)
+    low, high = torch.aminmax(tensor)  # NaN comes through; no temporary of the tensor's size
+    if not torch.isfinite(torch.stack([low, high])).all():
+        bad = tensor.numel() - int(torch.isfinite(tensor).sum())
+        raise InputError(f"'{name}' of {ckpt.name} holds {bad:,} values that are NaN or infinite: fetch its shard again.")
+    return tensor

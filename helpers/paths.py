@@ -1,0 +1,48 @@
+"""Where things are: one project root, so that notebooks and commands work from any folder."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from helpers.errors import InputError
+
+# number on the command line -> file name without .ipynb
+NOTEBOOKS = {"01": "01_capture_attention", "02": "02_score_tokens", "03": "03_evict_h2o"}
+
+
+def project_root() -> Path:
+    """Return the folder that holds ``notebooks/`` and ``helpers/``.
+
+    Raises:
+        InputError: the package was installed without its project (not with ``pip install -e .``).
+    """
+    root = Path(__file__).resolve().parent.parent
+    if not (root / "notebooks").is_dir():
+        raise InputError(
+            f"The notebooks are not beside the installed package ({root}): install the project with `pip install -e .`."
+        )
+    return root
+
+
+def resolve(path: str) -> Path:
+    """Return ``path`` as an absolute path; a relative one counts from the project root, whatever the current folder."""
+    return (project_root() / Path(path).expanduser()).resolve()
+
+
+def portable(path: Path) -> str:
+    """Return ``path`` as it may stand in an artefact: relative inside the project, else only its last part."""
+    root = project_root()
+    return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name
+
+
+def scrub(text: str, paths: Iterable[Path]) -> str:
+    """Take absolute paths out of ``text``: those of ``paths``, the project, the home and the temporary folder.
+
+    What lies in one of their folders keeps its name, so that a message still says which file it means.
+    """
+    folders = {path.parent for path in paths} | {project_root(), Path.home(), Path(tempfile.gettempdir()).resolve()}
+    for folder in sorted(map(str, folders - {Path("/")}), key=len, reverse=True):
+        text = text.replace(f"{folder}/", "").replace(folder, Path(folder).name)
+    return text

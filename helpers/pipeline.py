@@ -1,0 +1,57 @@
+"""One report from start to end: check everything that can be checked, run the notebooks, render, keep the manifest true."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from helpers.checkpoint import Checkpoint
+from helpers.errors import InputError
+from helpers.inputs import check_input
+from helpers.layer import check_attention
+from helpers.parameters import Parameters
+from helpers.paths import scrub
+from helpers.reports import INDEX_PAGE, execute, render, write_index
+from helpers.runs import REPORT, Run
+
+
+def run_report(parameters: Parameters, notebooks: list[str]) -> None:
+    """Run ``notebooks`` (file names without .ipynb) with ``parameters`` and render the report into the run folder.
+
+    Raises:
+        InputError: something is refused, before any kernel starts where that can be known.
+        NotebookError: a notebook failed; the manifest says ``failed`` and why.
+    """
+    run = Run.of(parameters)
+    try:
+        run.check_folder()
+        check(parameters)
+    except InputError as error:
+        run.refuse(parameters.portable(), scrub(str(error), parameters.paths()))
+        raise
+    run.begin(parameters, [*notebooks, REPORT])
+    try:
+        for notebook in notebooks:
+            executed = execute(parameters, dataclasses.asdict(parameters), notebook)
+            run.step = notebook
+            render(run, executed, notebook)
+        run.start_step(REPORT)
+        write_index(run)
+        run.finish_step()
+    except KeyboardInterrupt:
+        run.stop("interrupted", "interrupted by the user")
+        raise
+    except Exception as error:
+        run.stop("failed", scrub(str(error).splitlines()[0], parameters.paths()))
+        raise
+    print(f"Report: {run.folder / INDEX_PAGE}")
+
+
+def check(parameters: Parameters) -> None:
+    """Refuse, from headers and configuration alone, what the notebooks would refuse later.
+
+    Raises:
+        InputError: a checkpoint, layer, input or device that the run can't use.
+    """
+    ckpt = Checkpoint.open(parameters.checkpoint)
+    check_attention(ckpt, parameters.layer)
+    check_input(parameters, ckpt, parameters.torch_dtype(), parameters.torch_device())

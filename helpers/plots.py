@@ -1,0 +1,124 @@
+"""The project's figures: one function each, from plain arrays and tables, in one style.
+
+Colours are Okabe and Ito's colour-blind safe set (https://jfly.uni-koeln.de/color/); every category has a marker of its
+own too, so that a figure can be read in grey.
+"""
+
+from __future__ import annotations
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+
+from helpers.scores import Scores
+
+INK = "#222222"
+BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#8C8C8C"
+# category -> colour, marker, label in the legend
+STYLES = {
+    "sink": (GREEN, "s", "sink (protected)"),
+    "heavy": (ORANGE, "^", "heavy hitter (kept)"),
+    "recent": (BLUE, "D", "recent (protected)"),
+    "evicted": (GREY, "o", "evicted"),
+}
+NULL_LABEL = "uniform-causal null (knows no weights)"
+
+
+def use_style() -> None:
+    """Set the style of every figure; identical data gives identical files (no dates, stable ids in SVG)."""
+    sns.set_theme(context="notebook", style="whitegrid", palette=[BLUE, ORANGE, GREEN, GREY])
+    mpl.rcParams.update(
+        {
+            "figure.figsize": (9, 4.6),
+            "figure.dpi": 110,
+            "savefig.dpi": 110,
+            "figure.constrained_layout.use": True,
+            "axes.titlelocation": "left",
+            "axes.titlesize": 12.5,
+            "axes.titleweight": "bold",
+            "axes.labelsize": 11,
+            "axes.edgecolor": "#BBBBBB",
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "grid.color": "#E6E6E6",
+            "text.color": INK,
+            "axes.labelcolor": INK,
+            "legend.frameon": False,
+            "legend.fontsize": 10,
+            "svg.hashsalt": "kv-eviction-mla",
+        }
+    )
+
+
+def mass_by_head(mass: np.ndarray, title: str) -> Figure:
+    """Heat map of attention mass [heads, tokens], on a logarithmic scale, since it spans orders of magnitude."""
+    figure, axes = plt.subplots()
+    lowest = max(mass[mass > 0].min(), mass.max() * 1e-6)
+    image = axes.imshow(
+        mass, aspect="auto", cmap="cividis", norm=LogNorm(lowest, mass.max()), interpolation="nearest", rasterized=True
+    )
+    figure.colorbar(image, label="attention mass (queries)", pad=0.015)
+    axes.set(xlabel="key token index", ylabel="query head", title=title)
+    axes.grid(visible=False)
+    return figure
+
+
+def score_and_null(score: Scores, null: Scores, title: str) -> Figure:
+    """Each token's score beside what its position alone would give, both by token index."""
+    figure, axes = plt.subplots()
+    index = np.arange(len(score))
+    axes.plot(index, score, "o", color=BLUE, markersize=4, alpha=0.8, label="attention mass of this run")
+    axes.plot(index, null, "--", color=INK, linewidth=1.6, label=NULL_LABEL)
+    axes.set(xlabel="token index", ylabel="attention mass", title=title)
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    return figure
+
+
+def calibrated_score(score: Scores, null: Scores, title: str) -> Figure:
+    """Score divided by the null at each token: 1 is what position alone gives."""
+    figure, axes = plt.subplots()
+    ratio = score / null
+    axes.axhline(1.0, color=INK, linewidth=1.6, linestyle="--", label=NULL_LABEL)
+    axes.plot(ratio, "o", color=ORANGE, markersize=4, alpha=0.8, label="attention mass ÷ null")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set(xlabel="token index", ylabel="mass ÷ null", title=title)
+    axes.legend()
+    return figure
+
+
+def score_by_category(table: pd.DataFrame, null: Scores, title: str) -> Figure:
+    """Score against token index, one colour and marker a category; ``table`` is ``eviction.csv``'s."""
+    figure, axes = plt.subplots()
+    axes.plot(table["token_idx"], null, "--", color=INK, linewidth=1.4, label=NULL_LABEL, zorder=1)
+    for category, (colour, marker, label) in STYLES.items():
+        rows = table[table["category"] == category]
+        if len(rows):
+            axes.scatter(
+                rows["token_idx"], rows["attention_score"], c=colour, marker=marker, s=26, edgecolor="white",
+                linewidth=0.4, label=f"{label}: {len(rows)}", zorder=2,
+            )  # fmt: skip
+    axes.set(xlabel="token index", ylabel="attention mass", title=title)
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    return figure
+
+
+def sorted_scores(score: Scores, null: Scores, budget: int, n_protected: int, title: str) -> Figure:
+    """Scores from the highest to the lowest, this run's and the null's, on a logarithmic scale."""
+    figure, axes = plt.subplots()
+    rank = np.arange(1, len(score) + 1)
+    axes.plot(rank, np.sort(score)[::-1], color=ORANGE, linewidth=2.2, label="this run")
+    axes.plot(rank, np.sort(null)[::-1], "--", color=INK, linewidth=1.6, label=NULL_LABEL)
+    kept = min(budget + n_protected, len(score))
+    axes.axvline(kept, color=BLUE, linewidth=1.2, linestyle=":", label=f"tokens that fit the cache: {kept}")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set(xlabel="rank", ylabel="attention mass", title=title)
+    axes.legend()
+    return figure

@@ -1,0 +1,122 @@
+"""Running notebooks headlessly and turning them into pages that stand alone: no script, no remote reference."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import nbformat
+import papermill
+from nbclient.exceptions import DeadKernelError
+from nbconvert import HTMLExporter
+from papermill.exceptions import PapermillExecutionError
+from pygments.formatters import HtmlFormatter
+
+from helpers.errors import InputError
+from helpers.parameters import Parameters
+from helpers.paths import NOTEBOOKS, project_root, scrub
+from helpers.runs import REPORT, Run
+from helpers.summary import comparison, explained, headline
+
+TEMPLATES = Path(__file__).with_name("report")
+INDEX_PAGE = "index.html"
+
+
+class NotebookError(RuntimeError):
+    """A notebook failed for a reason that its parameters don't explain; the message holds the cell's traceback."""
+
+
+def execute(parameters: Parameters, values: dict[str, Any], notebook: str) -> nbformat.NotebookNode:
+    """Run one notebook in a kernel of its own, with a progress bar; ``values`` are what the user set.
+
+    No absolute path is left in what comes back: a report is mailed.
+
+    Raises:
+        InputError: the notebook refused its input.
+        NotebookError: it failed otherwise, or its kernel died.
+    """
+    try:
+        executed = papermill.execute_notebook(
+            project_root() / "notebooks" / f"{notebook}.ipynb",
+            None,
+            parameters=values,
+            kernel_name="python3",
+            cwd=project_root(),
+            extra_arguments=["--IPKernelApp.log_level=40"],  # no advice about transports between the progress bars
+            progress_bar={"desc": notebook, "bar_format": "{desc}: {percentage:3.0f}%|{bar:30}| {n_fmt}/{total_fmt} cells"},
+        )
+    except PapermillExecutionError as error:
+        if error.ename == InputError.__name__:
+            raise InputError(error.evalue) from None
+        raise NotebookError(f"{notebook} failed with {error.ename}: {error.evalue}\n{error}") from None
+    except DeadKernelError:
+        raise NotebookError(
+            f"The kernel of {notebook} died, most likely for lack of memory: lower seq_len, or free memory."
+        ) from None
+    scrubbed: nbformat.NotebookNode = nbformat.from_dict(
+        json.loads(scrub(json.dumps(executed, ensure_ascii=False), parameters.paths()))
+    )
+    return scrubbed
+
+
+def render(run: Run, executed: nbformat.NotebookNode, notebook: str) -> None:
+    """Write the executed notebook as ``<notebook>.html`` of the run."""
+    exporter = HTMLExporter(
+        template_name=TEMPLATES.name, extra_template_basedirs=[str(TEMPLATES.parent)], exclude_anchor_links=True
+    )
+    page = _page(run, _label(notebook), f"{notebook}.html")
+    html, _ = exporter.from_notebook_node(executed, resources={"page": page})
+    run.write_text(f"{notebook}.html", html)
+
+
+def write_index(run: Run) -> None:
+    """Write the run's front page, ``index.html``: headline, the demo's figures beside the null's, and all its files."""
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined)
+    parameters = run.manifest["parameters"]
+    title = f"H2O on layer {parameters['layer']} of {Path(parameters['checkpoint']).name}"
+    findings = None
+    if (run.folder / "summary.json").exists():
+        summary = json.loads((run.folder / "summary.json").read_text(encoding="utf-8"))
+        picture = base64.b64encode((run.folder / "figures/score_by_category.png").read_bytes()).decode()
+        findings = {
+            "headline": headline(summary),
+            "explained": explained(summary),
+            "comparison": comparison(summary),
+            "picture": picture,
+        }
+    html = environment.get_template("run.html.j2").render(
+        page=_page(run, title, INDEX_PAGE),
+        findings=findings,
+        files=[*(name for name in sorted(run.manifest["artefacts"]) if not name.endswith(".html")), "manifest.json"],
+    )
+    run.write_text(INDEX_PAGE, html)
+
+
+def _page(run: Run, title: str, name: str) -> dict[str, Any]:
+    manifest = run.manifest
+    pages = [(INDEX_PAGE, "Overview")] if REPORT in manifest["steps"] else []
+    pages += [(f"{name}.html", _label(name)) for name in NOTEBOOKS.values() if name in manifest["steps"]]
+    light, dark = HtmlFormatter(style="default"), HtmlFormatter(style="github-dark")
+    css = "\n".join(
+        [
+            (TEMPLATES / "style.css").read_text(),
+            light.get_style_defs(".highlight"),
+            f"@media screen and (prefers-color-scheme: dark) {{\n{dark.get_style_defs('.highlight')}\n}}",
+            ".highlight, .highlight pre { background: var(--tint) }",
+        ]
+    )
+    return {
+        "title": title,
+        "css": css,
+        "run": run.name,
+        "links": [{"href": href, "title": label, "current": href == name} for href, label in pages],
+        "origin": manifest.get("checkpoint", {}).get("origin", ""),
+        "parameters": manifest["parameters"],
+    }
+
+
+def _label(notebook: str) -> str:
+    return notebook.replace("_", " ")

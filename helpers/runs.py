@@ -1,0 +1,266 @@
+"""Run folders: what a run was, how far it came, and where its artefacts are.
+
+A run folder holds ``manifest.json``, the tables, ``figures/`` and the reports. Captures lie beside the run folders in
+``captures/``, under the digest of everything that determines them, so that runs which differ only in budget share one.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import resource
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from helpers.errors import InputError
+from helpers.files import atomic_path, write_text
+from helpers.parameters import CAPTURE_PARAMETERS, Parameters
+from helpers.paths import project_root, resolve
+
+MANIFEST = "manifest.json"
+VERSIONS = ("torch", "transformers", "safetensors", "numpy", "pandas", "matplotlib", "papermill")
+
+FIRST = "01_capture_attention"
+REPORT = "report"  # the last step of a run from the command line: its front page
+# Which notebook makes what; a notebook asks for an artefact by this name.
+MADE_BY = {
+    "capture": FIRST,
+    "scores.csv": "02_score_tokens",
+    "eviction.csv": "03_evict_h2o",
+}
+# What notebook 01 says of a capture in the manifest; it goes where the capture goes.
+ADOPTED = ("checkpoint", "tensors", "input", "shapes", "capture")
+
+
+class Run:
+    """One run folder and its manifest, which is read and written whole."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.step = ""  # the notebook whose artefacts are being written
+
+    @classmethod
+    def of(cls, parameters: Parameters) -> Run:
+        """The run that these parameters name: ``run_dir``, or a folder of ``results/`` named after them."""
+        return cls(resolve(parameters.run_dir or f"results/{parameters.run_id}"))
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        path = self.folder / MANIFEST
+        try:
+            manifest = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        except ValueError as error:
+            raise InputError(f"{MANIFEST} of {self.name} is not valid JSON ({error}): remove that run folder.") from None
+        if not isinstance(manifest, dict):
+            raise InputError(f"{MANIFEST} of {self.name} is no run's manifest: name another run_dir.")
+        return manifest
+
+    def update(self, **sections: Any) -> None:
+        """Set top-level sections of the manifest."""
+        manifest = self.manifest | sections
+        write_text(self.folder / MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
+
+    # -- the run as a whole
+
+    def begin(self, parameters: Parameters, steps: Sequence[str]) -> None:
+        """Start the run, or these ``steps`` of it again, with status ``running``.
+
+        What an earlier start left of these steps is removed; all of it is if the capture's parameters changed.
+
+        Raises:
+            InputError: the folder holds something else than a run.
+        """
+        self.check_folder()
+        earlier = self.manifest
+        if FIRST in steps or self._differences(parameters):
+            earlier = {}
+        kept = {step: state for step, state in earlier.get("steps", {}).items() if step not in steps}
+        artefacts = self.manifest.get("artefacts", {})
+        for artefact, step in artefacts.items():
+            if step not in kept:
+                (self.folder / artefact).unlink(missing_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        manifest = earlier | {
+            "status": "running",
+            "parameters": parameters.portable(),
+            "steps": kept | {step: {"status": "pending"} for step in steps},
+            "artefacts": {artefact: step for artefact, step in artefacts.items() if step in kept},
+            "environment": _environment(),
+            "error": None,
+        }
+        write_text(self.folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+
+    def check_folder(self) -> None:
+        """Refuse a folder with files of somebody else's in it, before anything is written there."""
+        if self.folder.is_file() or (self.folder.is_dir() and any(self.folder.iterdir()) and not self.manifest):
+            raise InputError(f"run_dir '{self.name}' is not a run folder, and not empty: name another one.")
+
+    def stop(self, status: str, error: str) -> None:
+        """Record that the run ended early: ``failed`` or ``interrupted``, with the reason."""
+        self.update(status=status, error=error)
+
+    def refuse(self, parameters: dict[str, Any], error: str) -> None:
+        """Record a start that was refused as ``failed``; a complete run, or a folder of something else, is left alone."""
+        somebody_elses = self.folder.exists() and not self.manifest
+        if not somebody_elses and self.manifest.get("status") != "complete":
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.update(status="failed", parameters=parameters, error=error)
+
+    # -- one step of it
+
+    @classmethod
+    def open_step(cls, parameters: Parameters, step: str, needs: str | None = None) -> Run:
+        """Open the run for one notebook, which becomes its running step.
+
+        An artefact that the notebook ``needs`` may come from another run of the same capture.
+
+        Raises:
+            InputError: the artefact isn't there (says which notebook or command makes it), or ``run_dir`` holds a run
+                of another capture.
+        """
+        run = cls.of(parameters)
+        differences = run._differences(parameters)
+        if needs and run.manifest and differences:
+            raise InputError(f"{run.name} is a run with another {differences[0]}: leave run_dir empty, or name another one.")
+        if differences or not run.manifest.get("steps"):
+            run.begin(parameters, [step])
+        run.start_step(step)
+        if needs:
+            run._require(needs, parameters)
+        run.update(parameters=parameters.portable())
+        return run
+
+    def start_step(self, step: str) -> None:
+        self.step = step
+        steps = self.manifest["steps"] | {step: {"status": "running", "started": time.time()}}
+        self.update(status="running", steps=steps, error=None)
+
+    def finish_step(self) -> None:
+        """Mark the step complete, with its wall time and peak memory; the run too, if nothing of it is left to do."""
+        steps = self.manifest["steps"]
+        steps[self.step] = {
+            "status": "complete",
+            "seconds": round(time.time() - steps[self.step]["started"], 2),
+            "peak_memory_bytes": peak_memory_bytes(),
+        }
+        if torch.cuda.is_available():
+            steps[self.step]["peak_gpu_memory_bytes"] = torch.cuda.max_memory_allocated()
+        complete = all(state["status"] == "complete" for state in steps.values())
+        self.update(steps=steps, status="complete" if complete else "running")
+
+    # -- artefacts
+
+    def path(self, artefact: str) -> Path:
+        """Return the path of an artefact, and record whose it is, so that the next start can remove it."""
+        self.update(artefacts=self.manifest["artefacts"] | {artefact: self.step})
+        return self.folder / artefact
+
+    def write_text(self, artefact: str, text: str) -> None:
+        write_text(self.path(artefact), text)
+
+    def write_json(self, artefact: str, value: Any) -> None:
+        self.write_text(artefact, json.dumps(value, indent=2) + "\n")
+
+    def capture_once(
+        self, digest: str, tokens: list[str] | None, compute: Callable[[], dict[str, torch.Tensor]]
+    ) -> tuple[dict[str, torch.Tensor], float | None]:
+        """Make ``digest`` the run's capture; ``compute`` runs only where no run before stored it.
+
+        ``compute`` gives the statistics by name, each [H, P]; ``tokens`` are the prompt's texts, None for random input.
+        Returns the statistics and the seconds they took, None if they were stored.
+        """
+        path = self._captures / f"{digest}.safetensors"
+        seconds = None
+        if not path.exists():
+            started = time.perf_counter()
+            statistics = compute()
+            seconds = time.perf_counter() - started
+            with atomic_path(path) as partial:
+                save_file(statistics, partial, metadata={"tokens": json.dumps(tokens)})
+        self.update(capture={"digest": digest, "seconds": seconds and round(seconds, 3)})
+        return self.load_capture()[0], seconds
+
+    def load_capture(self) -> tuple[dict[str, torch.Tensor], list[str] | None]:
+        """Return what :meth:`store_capture` stored: the statistics by name, and the tokens' texts."""
+        with safe_open(self._captures / f"{self.manifest['capture']['digest']}.safetensors", framework="pt") as file:
+            statistics = {name: file.get_tensor(name) for name in list(file.keys())}
+            return statistics, json.loads(file.metadata()["tokens"])
+
+    @property
+    def _captures(self) -> Path:
+        return self.folder.parent / "captures"
+
+    def _differences(self, parameters: Parameters) -> list[str]:
+        """Capture parameters in which this folder's run differs from ``parameters``."""
+        theirs, ours = self.manifest.get("parameters", {}), parameters.portable()
+        return [name for name in CAPTURE_PARAMETERS if theirs.get(name) != ours[name]]
+
+    def _require(self, artefact: str, parameters: Parameters) -> None:
+        if not self._has(artefact) and not self._adopt(artefact, parameters):
+            raise InputError(
+                f"{self.name} has no {artefact} yet: run notebooks/{MADE_BY[artefact]}.ipynb with the same parameters "
+                "first, or `python -m helpers report` for all notebooks."
+            )
+
+    def _has(self, artefact: str) -> bool:
+        if artefact != "capture":
+            return (self.folder / artefact).exists()
+        digest = self.manifest.get("capture", {}).get("digest")
+        return digest is not None and (self._captures / f"{digest}.safetensors").exists()
+
+    def _adopt(self, artefact: str, parameters: Parameters) -> bool:
+        """Take the artefact from a run beside this one with the same capture, so that a new budget needs no new pass."""
+        for manifest in sorted(self.folder.parent.glob(f"*/{MANIFEST}")):
+            other = Run(manifest.parent)
+            done = other.manifest.get("steps", {}).get(MADE_BY[artefact], {}).get("status") == "complete"
+            if other.folder != self.folder and done and not other._differences(parameters) and other._has(artefact):
+                if artefact != "capture":
+                    with atomic_path(self.path(artefact)) as partial:
+                        shutil.copyfile(other.folder / artefact, partial)
+                self.update(**{name: other.manifest[name] for name in ADOPTED})
+                return True
+        return False
+
+
+def peak_memory_bytes() -> int:
+    """Peak resident memory of this process. Linux's rusage would count what the parent had before it started this."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        (peak,) = re.findall(r"^VmHWM:\s+(\d+) kB$", status.read_text(), flags=re.MULTILINE)
+        return int(peak) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes
+
+
+def _environment() -> dict[str, Any]:
+    return {
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in VERSIONS},
+        "machine": platform.machine(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "threads": torch.get_num_threads(),
+        "code": _git_commit(),
+    }
+
+
+def _git_commit() -> str | None:
+    """The commit of the code, marked ``-dirty`` when files differ from it; None outside a git checkout."""
+    command = ["git", "-C", str(project_root()), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return result.stdout.strip() or None

@@ -1,0 +1,116 @@
+"""A run's figures beside the null's and the published demo's: one dictionary, one table, and sentences from it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pandas as pd
+
+from helpers import published
+from helpers.parameters import Parameters
+from helpers.policies import evict
+from helpers.scores import Scores, describe_eviction, squared_correlation
+
+# figure's key -> how it reads, in the order of the published report
+NAMES = {
+    "score_min": "score, minimum",
+    "score_max": "score, maximum",
+    "score_mean": "score, mean",
+    "score_std": "score, standard deviation (n − 1)",
+    "top_heavy": "top heavy hitter",
+    "heavy_mean": "mean of heavy hitters kept",
+    "evicted_mean": "mean of evicted",
+    "heavy_to_evicted": "heavy ÷ evicted",
+    "heavy_among_earliest": "heavy hitters among the earliest of the middle",
+}
+
+
+def summarise(parameters: Parameters, manifest: dict[str, Any], score: Scores, null: Scores) -> dict[str, Any]:
+    """Return ``summary.json``: the demo's figures by name for this run, for the null under the same policy, and published.
+
+    ``manifest`` is the run's; ``score`` and ``null`` are [P].
+    """
+    checkpoint = manifest["checkpoint"]
+    n_sink, n_recent, budget = parameters.n_sink, parameters.n_recent, parameters.budget
+    config = (
+        f"layer={parameters.layer} seq_len={len(score)} n_sink={n_sink} n_recent={n_recent} budget={budget} "
+        f"dtype={parameters.dtype}"
+    )
+    return {
+        "config": config,
+        "checkpoint": checkpoint["name"],
+        "weights": checkpoint["origin"],
+        "load": checkpoint["load"],
+        "parameter_count": checkpoint["parameter_count"],
+        "shapes": manifest["shapes"],
+        "run": describe_eviction(score, evict(score, n_sink, n_recent, budget)),
+        "null": describe_eviction(null, evict(null, n_sink, n_recent, budget)),
+        "published": {"source": published.SOURCE, **published.FIGURES},
+        "squared_correlation_with_null": _or_none(squared_correlation(score, null)),
+    }
+
+
+def comparison(summary: dict[str, Any]) -> pd.DataFrame:
+    """One row a figure: published, this run, the null, and the null as a share of this run (how much it explains)."""
+    rows = []
+    for key, name in NAMES.items():
+        published_value, run, null = (_single(summary[column].get(key)) for column in ("published", "run", "null"))
+        share = f"{null / run:.0%}" if run and null is not None else "–"
+        rows.append([name, _number(published_value), _number(run), _number(null), share])
+    for category in ("sink", "recent", "heavy", "evicted", "kept"):
+        cells = []
+        for column in ("published", "run", "null"):
+            count, part = summary[column]["counts"][category], summary[column]["shares"][category]
+            cells.append(f"{count} ({part:.1%})")
+        rows.append([f"tokens: {category}", *cells, "–"])
+    return pd.DataFrame(rows, columns=["figure", "published demo", "this run", "null", "null ÷ this run"])
+
+
+def headline(summary: dict[str, Any]) -> str:
+    """What the policy did, in one sentence."""
+    counts, shares = summary["run"]["counts"], summary["run"]["shares"]
+    n_tokens = counts["kept"] + counts["evicted"]
+    if not counts["evicted"]:
+        return f"The middle has no more tokens than the budget: all {n_tokens} tokens are kept, nothing is evicted."
+    return (
+        f"H2O keeps {counts['kept']} of {n_tokens} tokens ({shares['kept']:.1%}: {counts['sink']} sinks, "
+        f"{counts['recent']} recents, {counts['heavy']} heavy hitters) and evicts {counts['evicted']} "
+        f"({shares['evicted']:.1%})."
+    )
+
+
+def explained(summary: dict[str, Any]) -> str:
+    """How much of the result needs no weights at all, in one or two sentences."""
+    run, null = summary["run"], summary["null"]
+    r2 = summary["squared_correlation_with_null"]
+    sentences = []
+    if r2 is not None:
+        sentences.append(f"A token's position alone, the uniform-causal null, explains {r2:.1%} of the scores' variance.")
+    if run["counts"]["heavy"] and run["counts"]["evicted"]:
+        sentences.append(
+            f"Of the {run['counts']['heavy']} heavy hitters, {run['heavy_among_earliest']} are among the "
+            f"{run['counts']['heavy']} earliest tokens of the middle, which the null would keep; heavy hitters have "
+            f"{run['heavy_to_evicted']:.2f} times the mean score of evicted tokens, and the null, which knows no weights, "
+            f"gives {null['heavy_to_evicted']:.2f}."
+        )
+    if summary["weights"].startswith("RANDOM"):
+        sentences.append("The weights of this run are random: its figures say nothing about a trained model.")
+    return " ".join(sentences)
+
+
+def _single(value: Any) -> float | None:
+    """The figure as one number: of the top scores, the first."""
+    if isinstance(value, list):
+        return value[0]["attention_score"] if value else None
+    return value  # type: ignore[no-any-return]
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "not reported"
+    return str(value) if isinstance(value, int) else f"{value:.3f}" if abs(value) < 10 else f"{value:.2f}"
+
+
+def _or_none(value: float) -> float | None:
+    return None if math.isnan(value) else value

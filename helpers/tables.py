@@ -1,0 +1,78 @@
+"""The tables of a run as files and as they are shown: ``scores.csv`` and ``eviction.csv``."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from helpers.runs import Run
+from helpers.scores import Scores
+
+
+def write_csv(run: Run, artefact: str, table: pd.DataFrame) -> None:
+    """Write ``table`` as an artefact of ``run``; any token's text survives writing and reading."""
+    buffer = io.StringIO()
+    table.to_csv(buffer, index=False, lineterminator="\n")
+    run.write_text(artefact, buffer.getvalue())
+
+
+def score_table(score: Scores, null: Scores, tokens: list[str] | None) -> pd.DataFrame:
+    """``scores.csv``: token_idx, token (empty for random input), attention_score, visible_queries, null_score."""
+    n_tokens = len(score)
+    return pd.DataFrame(
+        {
+            "token_idx": np.arange(n_tokens),
+            "token": tokens if tokens is not None else [""] * n_tokens,
+            "attention_score": score,
+            "visible_queries": np.arange(n_tokens, 0, -1),  # prompt queries at or after the token
+            "null_score": null,
+        }
+    )
+
+
+def read_scores(path: Path) -> pd.DataFrame:
+    """Read ``scores.csv``; a token such as ``NA`` or ``null`` stays text."""
+    return pd.read_csv(path, keep_default_na=False, dtype={"token": str}, lineterminator="\n", float_precision="round_trip")
+
+
+def eviction_table(score: Scores, categories: list[str]) -> pd.DataFrame:
+    """``eviction.csv``: token_idx, attention_score, kept, category; kept exactly where the category isn't evicted."""
+    return pd.DataFrame(
+        {
+            "token_idx": np.arange(len(score)),
+            "attention_score": score,
+            "kept": [category != "evicted" for category in categories],
+            "category": categories,
+        }
+    )
+
+
+def highest_scores(score: Scores, null: Scores, tokens: list[str] | None, n: int = 10) -> pd.DataFrame:
+    """The ``n`` highest scores beside the null's, for people to read."""
+    top = np.argsort(-score, kind="stable")[:n]
+    return pd.DataFrame(
+        {
+            "token index": top,
+            **({"token": [repr(tokens[i]) for i in top]} if tokens is not None else {}),
+            "score": [f"{score[i]:.2f}" for i in top],
+            "null": [f"{null[i]:.2f}" for i in top],
+            "score ÷ null": [f"{score[i] / null[i]:.2f}" for i in top],
+        }
+    )
+
+
+def heavy_hitters(summary: dict[str, Any], scores: pd.DataFrame) -> pd.DataFrame:
+    """The ten heaviest of ``summary.json``, with their tokens where there is a text."""
+    top = summary["run"]["top_heavy"]
+    tokens = [scores["token"][row["token_idx"]] for row in top]
+    return pd.DataFrame(
+        {
+            "token index": [row["token_idx"] for row in top],
+            **({"token": [repr(token) for token in tokens]} if any(tokens) else {}),
+            "score": [f"{row['attention_score']:.2f}" for row in top],
+        }
+    )

@@ -1,0 +1,102 @@
+"""Text to token ids, with the checkpoint's own tokenizer and none of its code."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import tiktoken
+from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+from helpers.errors import InputError
+
+TOKENIZER_JSON = "tokenizer.json"
+TIKTOKEN_MODEL = "tiktoken.model"
+
+# Kimi's split pattern (moonshotai/Kimi-K2-Instruct, tokenization_kimi.py). transformers' AutoTokenizer takes the same
+# folder with another pattern and without a warning.
+_HAN = r"[\p{Han}]+"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]", r"\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]"
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+KIMI_PATTERN = "|".join(
+    [
+        _HAN,
+        rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+{_CONTRACTION}",
+        rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{_CONTRACTION}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids and the text each stands for; bytes that are no text on their own are shown as ``\\xNN``."""
+
+    ids: list[int]
+    texts: list[str]
+
+
+class Tokenizer(Protocol):
+    """What a run needs of a tokenizer. Names of special tokens inside the text are plain text."""
+
+    def encode(self, text: str) -> Tokens: ...
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return (folder / TOKENIZER_JSON).exists() or (folder / TIKTOKEN_MODEL).exists()
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Load the tokenizer of a checkpoint folder.
+
+    Raises:
+        InputError: the folder has no ``tokenizer.json`` or ``tiktoken.model``, or an unreadable one.
+    """
+    if (folder / TOKENIZER_JSON).exists():
+        return _JsonTokenizer(folder / TOKENIZER_JSON)
+    if (folder / TIKTOKEN_MODEL).exists():
+        return _KimiTokenizer(folder / TIKTOKEN_MODEL)
+    raise InputError(
+        f"{folder.name} has no tokenizer ({TOKENIZER_JSON} or {TIKTOKEN_MODEL}), so it can't read text: use input=random."
+    )
+
+
+class _JsonTokenizer:
+    """``tokenizer.json``, read by the tokenizers library."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self.tokenizer = HuggingFaceTokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise InputError(f"{path.name} of {path.parent.name} can't be read ({error}): fetch it again.") from error
+        self.tokenizer.encode_special_tokens = True
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+
+    def encode(self, text: str) -> Tokens:
+        ids = self.tokenizer.encode(text).ids
+        return Tokens(ids, [self.tokenizer.decode([i], skip_special_tokens=False) for i in ids])
+
+
+class _KimiTokenizer:
+    """``tiktoken.model``: a base64 token and its rank a line."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            pairs = (line.split() for line in path.read_bytes().splitlines() if line)
+            ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+        except (ValueError, binascii.Error) as error:
+            raise InputError(f"{path.name} of {path.parent.name} can't be read ({error}): fetch it again.") from error
+        self.encoding = tiktoken.Encoding("kimi", pat_str=KIMI_PATTERN, mergeable_ranks=ranks, special_tokens={})
+
+    def encode(self, text: str) -> Tokens:
+        ids = self.encoding.encode_ordinary(text)
+        pieces = self.encoding.decode_tokens_bytes(ids)
+        return Tokens(ids, [piece.decode("utf-8", errors="backslashreplace") for piece in pieces])
