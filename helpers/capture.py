@@ -72,9 +72,7 @@ def query_weights(n_tokens: int, prompt_length: int) -> torch.Tensor:
     )
 
 
-def capture_attention(
-    layer: AttentionLayer, hidden_states: torch.Tensor, prompt_length: int | None = None
-) -> Capture:
+def capture_attention(layer: AttentionLayer, hidden_states: torch.Tensor, prompt_length: int | None = None) -> Capture:
     """Run ``layer`` over ``hidden_states`` [B, L, hidden] and return its :class:`Capture`.
 
     The first ``prompt_length`` tokens (default: all) are the prompt. Samples of a batch never mix.
@@ -88,9 +86,7 @@ def capture_attention(
     _check_input(layer, hidden_states, prompt_length)
     recorder = _Recorder(query_weights(n_tokens, prompt_length).to(hidden_states.device), prompt_length)
     with torch.no_grad(), Float32Products(), _implementation(layer.module, IMPLEMENTATION):
-        output, _ = layer.module(
-            hidden_states, layer.position_embeddings(hidden_states), None, recorder=recorder
-        )
+        output, _ = layer.module(hidden_states, layer.position_embeddings(hidden_states), None, recorder=recorder)
     return Capture(output, *recorder.sums.unbind(dim=0))
 
 
@@ -177,7 +173,7 @@ AttentionInterface.register(IMPLEMENTATION, _column_sums_attention)
 @contextmanager
 def _implementation(module: nn.Module, name: str) -> Iterator[None]:
     """Let one layer's module compute its softmax part with the attention implementation ``name``."""
-    config = module.config
+    config: Any = module.config
     before = config._attn_implementation
     config._attn_implementation = name
     try:
@@ -198,5 +194,5 @@ def _check_input(layer: AttentionLayer, hidden_states: torch.Tensor, prompt_leng
     window = attention_window(layer.config, layer.index)
     if window is not None and n_tokens > window:
         raise InputError(
-            f"Layer {layer.index} attends to the last {window} tokens only, and the input has {n_tokens}: lower seq_len."
+            f"Layer {layer.index} attends to the last {window} tokens only, not to all {n_tokens}: lower seq_len."
         )

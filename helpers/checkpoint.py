@@ -79,11 +79,11 @@ class Checkpoint:
         """
         folder = resolve(str(source))
         if revision:
-            raise InputError(f"revision '{revision}' belongs to a hub id, and {source} is read as a folder: leave it out.")
+            raise InputError(f"revision '{revision}' belongs to a hub id, not to a folder: leave it out.")
         if not folder.is_dir():
             raise InputError(
-                f"Checkpoint folder '{source}' does not exist (looked for {folder}). Name a folder with config.json and "
-                "safetensors files, or make one: `make checkpoint-kimi-shaped` or `make checkpoint-smollm2`."
+                f"Checkpoint folder '{source}' does not exist (looked for {folder}): name a folder with config.json and "
+                "safetensors files, or make one with `make checkpoint-kimi-shaped` or `make checkpoint-smollm2`."
             )
         raw_config = _read_json(folder / "config.json", "a checkpoint needs its config.json")
         checkpoint = cls(folder, raw_config, _text_config(raw_config, folder.name), shard_of={})
@@ -101,7 +101,7 @@ class Checkpoint:
 
     @cached_property
     def origin(self) -> str:
-        """What the maker of the folder says of the weights (``origin.json``, written by ``make checkpoint-…``), or ``""``."""
+        """What the folder's maker says of the weights (``origin.json``, from ``make checkpoint-…``), or ``""``."""
         return str(_read_json(path, "")["weights"]) if (path := self.folder / ORIGIN).exists() else ""
 
     @cached_property
@@ -205,7 +205,9 @@ class Checkpoint:
             if length > MAX_HEADER_BYTES:
                 raise InputError(f"{where} is not a safetensors file: it announces a header of {length:,} bytes.")
             if 8 + length > size:
-                raise InputError(f"{where} is cut short inside its header ({size:,} of {8 + length:,} bytes): fetch it again.")
+                raise InputError(
+                    f"{where} is cut short inside its header ({size:,} of {8 + length:,} bytes): fetch it again."
+                )
             text = file.read(length)
         try:
             entries = json.loads(text)
@@ -234,7 +236,7 @@ class Checkpoint:
         buffer = torch.empty(nbytes, dtype=torch.uint8)
         with (self.folder / stored.shard).open("rb") as file:
             file.seek(start)
-            got = file.readinto(memoryview(buffer.numpy()))
+            got = file.readinto(buffer.numpy().data)
         if got != nbytes:
             raise InputError(f"{stored.shard} of {self.name} ended inside '{stored.name}': fetch it again.")
         self.bytes_read += nbytes
@@ -257,11 +259,15 @@ def _read_json(path: Path, why: str) -> dict[str, Any]:
 def _read_index(path: Path) -> dict[str, str]:
     weight_map = _read_json(path, "a sharded checkpoint needs its index").get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise InputError(f"{path.name} of {path.parent.name} has no weight_map from tensor names to shards: fetch it again.")
+        raise InputError(
+            f"{path.name} of {path.parent.name} has no weight_map from tensor names to shards: fetch it again."
+        )
     for name, shard in weight_map.items():
         # nothing outside the folder is ever opened
         if shard in ("", ".", "..") or re.search(r"[/\\]", shard):
-            raise InputError(f"The index of {path.parent.name} puts '{name}' into '{shard}', which is no file of the folder.")
+            raise InputError(
+                f"The index of {path.parent.name} puts '{name}' into '{shard}', which is no file of the folder."
+            )
     return weight_map
 
 
@@ -276,7 +282,7 @@ def _text_config(raw: dict[str, Any], name: str) -> PreTrainedConfig:
     model_type = text.get("model_type")
     if model_type is None:
         raise InputError(f"config.json of {name} has no model_type: it doesn't say which architecture this is.")
-    known = SAME_ARCHITECTURE.get(model_type, model_type)
+    known = SAME_ARCHITECTURE.get(str(model_type), str(model_type))
     if known not in CONFIG_MAPPING:
         raise InputError(
             f"transformers knows no model type '{model_type}' ({name})."

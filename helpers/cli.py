@@ -40,7 +40,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m helpers", description="KV-cache eviction on real MLA attention.", allow_abbrev=False)
+    parser = _Parser(
+        prog="python -m helpers", description="KV-cache eviction on real MLA attention.", allow_abbrev=False
+    )
     commands = parser.add_subparsers(required=True, metavar="command", parser_class=_Parser)
 
     report = commands.add_parser(
@@ -55,7 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(command=_report)
 
     kimi = commands.add_parser(
-        "checkpoint-kimi-shaped", help="write random weights of Kimi K2.6's shapes (layer 0, 202 MB)", allow_abbrev=False
+        "checkpoint-kimi-shaped",
+        help="write random weights of Kimi K2.6's shapes (layer 0, 202 MB)",
+        allow_abbrev=False,
     )
     kimi.add_argument("assignments", nargs="*", metavar="name=value", help="full=1: all 12 tensors (995 MB); seed=N")
     kimi.set_defaults(command=_checkpoint_kimi_shaped)
@@ -119,7 +123,9 @@ def _report_parameters(words: dict[str, str]) -> tuple[Parameters, list[str]]:
             raise InputError(f"There is no notebook '{number}': notebooks takes some of {','.join(NOTEBOOKS)}.")
     preset = words.pop("preset", None)
     if preset is not None and preset not in PRESETS:
-        raise InputError(f"There is no preset '{preset}'.{did_you_mean(preset, PRESETS)} Presets: {', '.join(PRESETS)}.")
+        raise InputError(
+            f"There is no preset '{preset}'.{did_you_mean(preset, PRESETS)} Presets: {', '.join(PRESETS)}."
+        )
     preset_words = {name: str(value) for name, value in PRESETS.get(preset or "", {}).items()}
     return Parameters.parse(preset_words | words), [NOTEBOOKS[number] for number in sorted(set(numbers))]
 
@@ -128,7 +134,9 @@ def _checkpoint_kimi_shaped(options: argparse.Namespace) -> None:
     words = {"full": "0", "seed": "0"} | _assignments(options.assignments)
     for name, value in words.items():
         if name not in ("full", "seed"):
-            raise InputError(f"Unknown parameter '{name}'.{did_you_mean(name, ('full', 'seed'))} Parameters: full, seed.")
+            raise InputError(
+                f"Unknown parameter '{name}'.{did_you_mean(name, ('full', 'seed'))} Parameters: full, seed."
+            )
         if not value.isdecimal():
             raise InputError(f"{name} takes a whole number, not {value!r}.")
     from helpers.kimi_shaped import write_kimi_shaped

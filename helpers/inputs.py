@@ -6,7 +6,6 @@ import hashlib
 import pydoc_data.topics
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 import torch
@@ -84,8 +83,8 @@ def check_input(parameters: Parameters, ckpt: Checkpoint, dtype: torch.dtype, de
     longest = ckpt.config.max_position_embeddings
     if n_tokens > longest:
         raise InputError(
-            f"seq_len {parameters.seq_len} + continuation {parameters.continuation} is more than the {longest} positions "
-            f"of {ckpt.name}: lower seq_len to at most {longest - parameters.continuation}."
+            f"seq_len {parameters.seq_len} + continuation {parameters.continuation} is more than the {longest} "
+            f"positions of {ckpt.name}: lower seq_len to at most {longest - parameters.continuation}."
         )
     if input_kind(parameters, ckpt) == "text":
         name, text = read_text(parameters.text)

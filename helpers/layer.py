@@ -32,6 +32,7 @@ NARROW = (torch.bfloat16, torch.float16)
 ROWS_AT_ONCE = 512  # of a weight made float32: a block that stays in the processor's cache
 ROOM_TO_RUN = 1.2  # a layer that is run needs room for its activations beside its weights
 
+
 @dataclass(frozen=True)
 class LoadReport:
     """What one module takes from a checkpoint. Names, shapes and dtypes were checked both ways before it exists.
@@ -80,7 +81,7 @@ class LoadReport:
                 "name": entry.name,
                 "shard": entry.shard,
                 "dtype": entry.dtype,
-                "shape": " × ".join(map(str, entry.shape)),
+                "shape": "×".join(map(str, entry.shape)),
                 "bytes": entry.nbytes,
                 "matched": matched,
             }
@@ -97,7 +98,7 @@ class Float32Products(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        first = args[0] if args else None
+        first: Any = args[0] if args else None
         narrow = isinstance(first, torch.Tensor) and first.dtype in NARROW and first.device.type == "cpu"
         if func is nn.functional.linear and narrow:
             return _linear_in_float32(*args, **(kwargs or {}))
@@ -111,7 +112,9 @@ def _linear_in_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
     wide = x.float()
     for start in range(0, len(weight), ROWS_AT_ONCE):
         rows = slice(start, start + ROWS_AT_ONCE)
-        output[..., rows] = nn.functional.linear(wide, weight[rows].float(), None if bias is None else bias[rows].float())
+        output[..., rows] = nn.functional.linear(
+            wide, weight[rows].float(), None if bias is None else bias[rows].float()
+        )
     return output
 
 
@@ -137,8 +140,8 @@ class AttentionLayer:
     @property
     def norm_epsilons(self) -> str:
         """Epsilons of the norms inside the attention, as transformers sets them whatever the config says; or ``""``."""
-        found = {getattr(part, "variance_epsilon", None) for part in self.module.modules()} - {None}
-        return ", ".join(f"{epsilon:g}" for epsilon in sorted(found))
+        found = {part.variance_epsilon for part in self.module.modules() if hasattr(part, "variance_epsilon")}
+        return ", ".join(sorted(f"{epsilon:g}" for epsilon in found))
 
     @property
     def device(self) -> torch.device:
@@ -226,7 +229,7 @@ def check_layers_below(ckpt: Checkpoint, layer: int, n_tokens: int, dtype: torch
     _match(ckpt, layer, "input_layernorm.", _part(layers[layer], "input_layernorm"))
 
 
-def skeleton(ckpt: Checkpoint, layer: int) -> nn.Module:
+def skeleton(ckpt: Checkpoint, layer: int) -> Any:
     """Build the decoder on the meta device (no memory), as deep as ``layer``, with causal attention.
 
     Raises:
@@ -244,7 +247,9 @@ def skeleton(ckpt: Checkpoint, layer: int) -> nn.Module:
     with torch.device("meta"):
         decoder = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").get_decoder()
     if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
-        raise InputError(f"{type(decoder).__name__} is no decoder with a list of layers: this architecture is not supported.")
+        raise InputError(
+            f"{type(decoder).__name__} is no decoder with a list of layers: this architecture is not supported."
+        )
     return decoder.eval()
 
 
@@ -269,11 +274,13 @@ def _part(decoder_layer: nn.Module, name: str) -> nn.Module:
     part = getattr(decoder_layer, name, None)
     if part is None:
         parts = ", ".join(child for child, _ in decoder_layer.named_children())
-        raise InputError(f"{type(decoder_layer).__name__} has no {name} (it has {parts}): this architecture is not supported.")
+        raise InputError(
+            f"{type(decoder_layer).__name__} has no {name} (it has {parts}): this architecture is not supported."
+        )
     return part
 
 
-def _rotary(decoder: nn.Module, device: str) -> nn.Module:
+def _rotary(decoder: Any, device: str) -> nn.Module:
     """Make the decoder's rotary embedding anew: its frequencies are computed, not stored, and meta has no numbers."""
     rotary = getattr(decoder, "rotary_emb", None)
     if rotary is None:
@@ -290,7 +297,7 @@ def _match(ckpt: Checkpoint, layer: int, part: str, module: nn.Module) -> LoadRe
     start = f"{ckpt.prefix}layers.{layer}."
     held = {name.removeprefix(start) for name in ckpt.layer_names(layer, part)}
     if not held:
-        raise InputError(f"{ckpt.name} holds no tensor {start}{part}…: it is a part of the model without layer {layer}.")
+        raise InputError(f"{ckpt.name} holds no tensor {start}{part}…: a part of the model without layer {layer}.")
     targets = {part + name: tensor for name, tensor in module.state_dict().items()}
     wanted = {name: _source_shapes(name, tensor, held) for name, tensor in targets.items()}
     expected = {name: shape for shapes in wanted.values() for name, shape in shapes.items()}
@@ -307,10 +314,8 @@ def _match(ckpt: Checkpoint, layer: int, part: str, module: nn.Module) -> LoadRe
         elif entry.shape != expected[name]:
             problems.append(f"'{entry.name}' has shape {list(entry.shape)}, not {list(expected[name])}.")
     if problems:
-        more = f" And {len(problems) - 8} more." if len(problems) > 8 else ""
-        raise InputError(
-            f"Layer {layer} of {ckpt.name} doesn't fit the model that its config describes: {' '.join(problems[:8])}{more}"
-        )
+        shown = " ".join(problems[:8]) + (f" And {len(problems) - 8} more." if len(problems) > 8 else "")
+        raise InputError(f"Layer {layer} of {ckpt.name} doesn't fit the model that its config describes: {shown}")
     return LoadReport(
         {name.removeprefix(part): [ckpt.stored(start + source) for source in wanted[name]] for name in targets},
         [ckpt.stored(start + name) for name in sorted(ignored)],
@@ -355,5 +360,5 @@ def _finite(ckpt: Checkpoint, name: str) -> torch.Tensor:
     low, high = torch.aminmax(tensor)  # NaN comes through; no temporary of the tensor's size
     if not torch.isfinite(torch.stack([low, high])).all():
         bad = tensor.numel() - int(torch.isfinite(tensor).sum())
-        raise InputError(f"'{name}' of {ckpt.name} holds {bad:,} values that are NaN or infinite: fetch its shard again.")
+        raise InputError(f"'{name}' of {ckpt.name} holds {bad:,} NaN or infinite values: fetch its shard again.")
     return tensor

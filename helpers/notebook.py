@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import io
+import re
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -13,6 +14,9 @@ from matplotlib.figure import Figure
 from helpers.files import write_bytes
 from helpers.runs import Run
 
+# what stands in a column of numbers: a number with an optional unit or share, or a word for none
+NUMBER = r"–|not reported|-?[\d,.]+%?( \([\d.]+%\))?"
+
 
 def say(sentence: str) -> None:
     """Show a sentence (Markdown) that was computed from the data."""
@@ -20,7 +24,7 @@ def say(sentence: str) -> None:
 
 
 def show_figure(run: Run, name: str, figure: Figure, alt: str) -> None:
-    """Save ``figure`` as ``figures/<name>.png`` and ``.svg`` of the run, and show it with ``alt`` for who can't see it."""
+    """Save ``figure`` as ``figures/<name>.png`` and ``.svg`` of the run, and show it, ``alt`` in words."""
     for kind, metadata in (("svg", {"Date": None, "Creator": None}), ("png", {"Software": None})):
         buffer = io.BytesIO()
         figure.savefig(buffer, format=kind, metadata=metadata)
@@ -30,24 +34,26 @@ def show_figure(run: Run, name: str, figure: Figure, alt: str) -> None:
 
 
 def show_table(table: pd.DataFrame, caption: str) -> None:
-    """Show ``table`` without its index, under a caption; every cell is escaped, numbers stand right."""
-    columns = "".join(f'<th scope="col">{html.escape(str(column))}</th>' for column in table.columns)
-    rows = []
-    for values in table.itertuples(index=False):
-        cells = "".join(f"<td{_alignment(value)}>{html.escape(_text(value))}</td>" for value in values)
-        rows.append(f"<tr>{cells}</tr>")
+    """Show ``table`` without its index, under a caption; every cell is escaped, columns of numbers stand right."""
+    numeric = [all(re.fullmatch(NUMBER, _text(value)) for value in table[column]) for column in table.columns]
+    head = "".join(_cell('th scope="col"', column, right) for column, right in zip(table.columns, numeric, strict=True))
+    rows = (
+        "".join(_cell("td", value, right) for value, right in zip(values, numeric, strict=True))
+        for values in table.itertuples(index=False)
+    )
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
     display(
         HTML(
-            f'<div class="table"><table><caption>{html.escape(caption)}</caption><thead><tr>{columns}</tr></thead>'
-            f"<tbody>{''.join(rows)}</tbody></table></div>"
+            f'<div class="table"><table><caption>{html.escape(caption)}</caption>'
+            f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
         )
     )
 
 
+def _cell(tag: str, value: object, right: bool) -> str:
+    align = "right" if right else "left"  # also in JupyterLab, which has no style sheet of ours
+    return f'<{tag} style="text-align: {align}">{html.escape(_text(value))}</{tag.split()[0]}>'
+
+
 def _text(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-
-
-def _alignment(value: object) -> str:
-    numeric = str(value).replace(",", "").replace(".", "").replace("-", "").replace(" %", "").isdigit()
-    return ' style="text-align: right"' if numeric else ""

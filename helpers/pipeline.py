@@ -1,4 +1,4 @@
-"""One report from start to end: check everything that can be checked, run the notebooks, render, keep the manifest true."""
+"""One report from start to end: check what can be checked, run the notebooks, render, keep the manifest true."""
 
 from __future__ import annotations
 

@@ -11,8 +11,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import seaborn as sns
+from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from helpers.scores import Scores
 
@@ -85,10 +87,10 @@ def calibrated_score(score: Scores, null: Scores, title: str) -> Figure:
     ratio = score / null
     axes.axhline(1.0, color=INK, linewidth=1.6, linestyle="--", label=NULL_LABEL)
     axes.plot(ratio, "o", color=ORANGE, markersize=4, alpha=0.8, label="attention mass ÷ null")
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    _plain_log_scale(axes)
+    axes.set_ylim(ratio.min() / 1.25, ratio.max() * 1.7)  # room for the legend above the points
     axes.set(xlabel="token index", ylabel="mass ÷ null", title=title)
-    axes.legend()
+    axes.legend(loc="upper right", ncols=2)
     return figure
 
 
@@ -117,8 +119,15 @@ def sorted_scores(score: Scores, null: Scores, budget: int, n_protected: int, ti
     axes.plot(rank, np.sort(null)[::-1], "--", color=INK, linewidth=1.6, label=NULL_LABEL)
     kept = min(budget + n_protected, len(score))
     axes.axvline(kept, color=BLUE, linewidth=1.2, linestyle=":", label=f"tokens that fit the cache: {kept}")
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    _plain_log_scale(axes)
     axes.set(xlabel="rank", ylabel="attention mass", title=title)
     axes.legend()
     return figure
+
+
+def _plain_log_scale(axes: Axes) -> None:
+    """A logarithmic y axis whose ticks read 0.5, 1, 2, 10, not powers of ten."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())

