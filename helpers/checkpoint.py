@@ -82,8 +82,8 @@ class Checkpoint:
             raise InputError(f"revision '{revision}' belongs to a hub id, not to a folder: leave it out.")
         if not folder.is_dir():
             raise InputError(
-                f"Checkpoint folder '{source}' does not exist (looked for {folder}): name a folder with config.json and "
-                "safetensors files, or make one with `make checkpoint-kimi-shaped` or `make checkpoint-smollm2`."
+                f"Checkpoint folder '{source}' does not exist (looked for {folder}): name a folder with config.json "
+                "and safetensors files, or make one with `make checkpoint-kimi-shaped` or `make checkpoint-smollm2`."
             )
         raw_config = _read_json(folder / "config.json", "a checkpoint needs its config.json")
         checkpoint = cls(folder, raw_config, _text_config(raw_config, folder.name), shard_of={})

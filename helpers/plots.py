@@ -76,7 +76,7 @@ def score_and_null(score: Scores, null: Scores, title: str) -> Figure:
     axes.plot(index, score, "o", color=BLUE, markersize=4, alpha=0.8, label="attention mass of this run")
     axes.plot(index, null, "--", color=INK, linewidth=1.6, label=NULL_LABEL)
     axes.set(xlabel="token index", ylabel="attention mass", title=title)
-    axes.set_ylim(bottom=0)
+    _show_all(axes, score, null)
     axes.legend()
     return figure
 
@@ -106,7 +106,7 @@ def score_by_category(table: pd.DataFrame, null: Scores, title: str) -> Figure:
                 linewidth=0.4, label=f"{label}: {len(rows)}", zorder=2,
             )  # fmt: skip
     axes.set(xlabel="token index", ylabel="attention mass", title=title)
-    axes.set_ylim(bottom=0)
+    _show_all(axes, table["attention_score"], null)
     axes.legend()
     return figure
 
@@ -123,6 +123,15 @@ def sorted_scores(score: Scores, null: Scores, budget: int, n_protected: int, ti
     axes.set(xlabel="rank", ylabel="attention mass", title=title)
     axes.legend()
     return figure
+
+
+def _show_all(axes: Axes, score: Scores | pd.Series, null: Scores) -> None:
+    """Start the y axis at 0, or make it logarithmic where one sink would press all other tokens to the bottom."""
+    if score.max() > 2 * null.max():
+        _plain_log_scale(axes)
+        axes.set_ylabel("attention mass (logarithmic)")
+    else:
+        axes.set_ylim(bottom=0)
 
 
 def _plain_log_scale(axes: Axes) -> None:

@@ -96,9 +96,8 @@ def claim(summary: dict[str, Any]) -> str:
     kept = f"H2O keeps {counts['kept']} of {counts['kept'] + counts['evicted']} tokens"
     if not counts["heavy"]:
         return f"{kept}, none of them for its score"
-    return (
-        f"{kept}; {summary['run']['heavy_among_earliest']} of its {counts['heavy']} heavy hitters are just the earliest"
-    )
+    early, heavy = summary["run"]["heavy_among_earliest"], counts["heavy"]
+    return f"{kept}; {early} of {heavy} heavy hitters are among the {heavy} earliest"
 
 
 def explained(summary: dict[str, Any]) -> str:
@@ -111,10 +110,11 @@ def explained(summary: dict[str, Any]) -> str:
             f"A token's position alone, the uniform-causal null, explains {r2:.1%} of the scores' variance."
         )
     if run["counts"]["heavy"] and run["counts"]["evicted"]:
+        heavy, middle = run["counts"]["heavy"], run["counts"]["heavy"] + run["counts"]["evicted"]
         sentences.append(
-            f"Of the {run['counts']['heavy']} heavy hitters, {run['heavy_among_earliest']} are among the "
-            f"{run['counts']['heavy']} earliest tokens of the middle, which the null would keep; heavy hitters have "
-            f"{run['heavy_to_evicted']:.2f} times the mean score of evicted tokens, and the null, which knows no "
+            f"Of the {heavy} heavy hitters, {run['heavy_among_earliest']} are among the {heavy} earliest tokens of the "
+            f"middle, which the null would keep (by chance {heavy * heavy / middle:.0f} would be); heavy hitters have "
+            f"{run['heavy_to_evicted']:.2f} times the mean score of evicted tokens, where the null, which knows no "
             f"weights, gives {null['heavy_to_evicted']:.2f}."
         )
     if {key: summary["geometry"][key] for key in published.GEOMETRY} != published.GEOMETRY:

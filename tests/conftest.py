@@ -22,12 +22,13 @@ def yarn(factor: float) -> dict[str, object]:
 
 def mla_config(factor: float = 64.0, **changes: object) -> DeepseekV3Config:
     """A small DeepSeek-V3: MLA in every layer, layer 0 dense, the others with routed and shared experts."""
+    rope = yarn(factor) if factor != 1 else {"rope_type": "default", "rope_theta": 50000.0}
     settings: dict[str, object] = {
         "vocab_size": 200, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
         "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "n_shared_experts": 1,
         "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
         "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12,
-        "max_position_embeddings": 512, "rope_parameters": yarn(factor) if factor != 1 else {"rope_type": "default", "rope_theta": 50000.0},
+        "max_position_embeddings": 512, "rope_parameters": rope,
         "initializer_range": 0.2, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 1,
     }  # fmt: skip
     return DeepseekV3Config(**(settings | changes))
