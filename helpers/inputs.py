@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import pydoc_data.topics
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
 import torch
+from tqdm import tqdm
 
 from helpers.checkpoint import Checkpoint
 from helpers.errors import InputError
@@ -48,9 +48,7 @@ def input_kind(parameters: Parameters, ckpt: Checkpoint) -> str:
     return "text" if has_tokenizer(ckpt.folder) else "random"
 
 
-def prepare_input(
-    parameters: Parameters, ckpt: Checkpoint, dtype: torch.dtype, device: str, progress: Callable[[str], None] = print
-) -> LayerInput:
+def prepare_input(parameters: Parameters, ckpt: Checkpoint, dtype: torch.dtype, device: str) -> LayerInput:
     """Make the hidden states that the attention of ``parameters.layer`` reads, ``seq_len + continuation`` tokens.
 
     Raises:
@@ -68,7 +66,7 @@ def prepare_input(
     check_input(parameters, ckpt, dtype, device)
     name, text = read_text(parameters.text)
     tokens = _encode(ckpt, name, text, n_tokens)
-    hidden_states = text_hidden_states(ckpt, parameters.layer, tokens.ids, dtype, device, progress)
+    hidden_states = text_hidden_states(ckpt, parameters.layer, tokens.ids, dtype, device)
     return LayerInput(hidden_states, tokens, f"the first {n_tokens} tokens of {name}", _sha256(text))
 
 
@@ -89,7 +87,10 @@ def check_input(parameters: Parameters, ckpt: Checkpoint, dtype: torch.dtype, de
     if input_kind(parameters, ckpt) == "text":
         name, text = read_text(parameters.text)
         _encode(ckpt, name, text, n_tokens)
-        ckpt.stored(f"{ckpt.prefix}embed_tokens.weight")
+        try:
+            ckpt.stored(f"{ckpt.prefix}embed_tokens.weight")
+        except InputError as error:
+            raise InputError(f"Text needs the embeddings. {error} Or use input=random, which needs none.") from None
         free_bytes = torch.cuda.mem_get_info()[0] if device == "cuda" else psutil.virtual_memory().available
         check_layers_below(ckpt, parameters.layer, n_tokens, dtype, free_bytes)
 
@@ -133,14 +134,7 @@ def read_text(source: str) -> tuple[str, str]:
     return portable(path), text
 
 
-def text_hidden_states(
-    ckpt: Checkpoint,
-    layer: int,
-    ids: list[int],
-    dtype: torch.dtype,
-    device: str,
-    progress: Callable[[str], None] = print,
-) -> torch.Tensor:
+def text_hidden_states(ckpt: Checkpoint, layer: int, ids: list[int], dtype: torch.dtype, device: str) -> torch.Tensor:
     """Return [1, L, hidden]: exactly what the attention of ``layer`` reads when the model reads ``ids``.
 
     Embedding rows, the decoder layers below one after another (read, run, free), and this layer's input norm.
@@ -150,8 +144,7 @@ def text_hidden_states(
     rotary = rotary_embedding(ckpt, device)
     positions = torch.arange(len(ids), device=device)[None]
     with torch.no_grad(), Float32Products():
-        for below in range(layer):
-            progress(f"Running layer {below} of the {layer} below")
+        for below in tqdm(range(layer), desc="Running the layers below", unit="layer", leave=False):
             decoder_layer = load_decoder_layer(ckpt, below, dtype, device)
             hidden_states = decoder_layer(
                 hidden_states,

@@ -44,7 +44,7 @@ def show_table(table: pd.DataFrame, caption: str) -> None:
     body = "".join(f"<tr>{row}</tr>" for row in rows)
     display(
         HTML(
-            f'<div class="table"><table><caption>{html.escape(caption)}</caption>'
+            f'<div class="table" tabindex="0"><table><caption>{html.escape(caption)}</caption>'
             f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
         )
     )

@@ -45,6 +45,7 @@ def execute(parameters: Parameters, values: dict[str, Any], notebook: str) -> nb
             parameters=values,
             kernel_name="python3",
             cwd=project_root(),
+            coalesce_streams=True,  # of a progress line that rewrites itself, the end is kept
             extra_arguments=["--IPKernelApp.log_level=40"],  # no advice about transports between the progress bars
             progress_bar={
                 "desc": notebook,

@@ -140,11 +140,12 @@ class Run:
             raise InputError(
                 f"{run.name} is a run with another {differences[0]}: leave run_dir empty, or name another one."
             )
+        source = run._find(needs, parameters) if needs else None
         if differences or not run.manifest.get("steps"):
             run.begin(parameters, [step])
         run.start_step(step)
-        if needs:
-            run._require(needs, parameters)
+        if needs and source:
+            run._adopt(needs, source)
         run.update(parameters=parameters.portable())
         return run
 
@@ -213,12 +214,19 @@ class Run:
         theirs, ours = self.manifest.get("parameters", {}), parameters.portable()
         return [name for name in CAPTURE_PARAMETERS if theirs.get(name) != ours[name]]
 
-    def _require(self, artefact: str, parameters: Parameters) -> None:
-        if not self._has(artefact) and not self._adopt(artefact, parameters):
-            raise InputError(
-                f"{self.name} has no {artefact} yet: run notebooks/{MADE_BY[artefact]}.ipynb with the same parameters "
-                "first, or `python -m helpers report` for all notebooks."
-            )
+    def _find(self, artefact: str, parameters: Parameters) -> Run | None:
+        """Return the run beside this one to take ``artefact`` from: one of the same capture. None if it is here."""
+        if self._has(artefact):
+            return None
+        for manifest in sorted(self.folder.parent.glob(f"*/{MANIFEST}")):
+            other = Run(manifest.parent)
+            done = other.manifest.get("steps", {}).get(MADE_BY[artefact], {}).get("status") == "complete"
+            if done and not other._differences(parameters) and other._has(artefact):
+                return other
+        raise InputError(
+            f"{self.name} has no {artefact} yet: run notebooks/{MADE_BY[artefact]}.ipynb with the same parameters "
+            "first, or `python -m helpers report` for all notebooks."
+        )
 
     def _has(self, artefact: str) -> bool:
         if artefact != "capture":
@@ -226,18 +234,12 @@ class Run:
         digest = self.manifest.get("capture", {}).get("digest")
         return digest is not None and (self._captures / f"{digest}.safetensors").exists()
 
-    def _adopt(self, artefact: str, parameters: Parameters) -> bool:
-        """Take the artefact from a run beside this one with the same capture: a new budget needs no new pass."""
-        for manifest in sorted(self.folder.parent.glob(f"*/{MANIFEST}")):
-            other = Run(manifest.parent)
-            done = other.manifest.get("steps", {}).get(MADE_BY[artefact], {}).get("status") == "complete"
-            if other.folder != self.folder and done and not other._differences(parameters) and other._has(artefact):
-                if artefact != "capture":
-                    with atomic_path(self.path(artefact)) as partial:
-                        shutil.copyfile(other.folder / artefact, partial)
-                self.update(**{name: other.manifest[name] for name in ADOPTED})
-                return True
-        return False
+    def _adopt(self, artefact: str, other: Run) -> None:
+        """Take the artefact from another run of the same capture, so that a new budget needs no new pass."""
+        if artefact != "capture":
+            with atomic_path(self.path(artefact)) as partial:
+                shutil.copyfile(other.folder / artefact, partial)
+        self.update(**{name: other.manifest[name] for name in ADOPTED})
 
 
 def peak_memory_bytes() -> int:
