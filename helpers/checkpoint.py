@@ -24,7 +24,7 @@ import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from helpers.errors import InputError, did_you_mean
-from helpers.paths import portable, resolve
+from helpers.paths import locate, portable
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -71,13 +71,13 @@ class Checkpoint:
 
     @classmethod
     def open(cls, source: str | Path, revision: str | None = None) -> Checkpoint:
-        """Open a checkpoint folder; a relative path counts from the project root.
+        """Open a checkpoint folder; a relative path is looked for here, then in the project root.
 
         Raises:
             InputError: no such folder, no or unreadable config, an unknown model type, no weights, a bad index; or a
                 ``revision``, which a folder doesn't have.
         """
-        folder = resolve(str(source))
+        folder = locate(str(source))
         if revision:
             raise InputError(f"revision '{revision}' belongs to a hub id, not to a folder: leave it out.")
         if not folder.is_dir():
@@ -156,13 +156,14 @@ class Checkpoint:
         stored = self._plain(name)
         return self._read(stored, stored.start, stored.nbytes).view(DTYPES[stored.dtype]).reshape(stored.shape)
 
-    def rows(self, name: str, ids: Sequence[int]) -> torch.Tensor:
+    def rows(self, name: str, ids: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """Read selected rows of a matrix [rows, width] -> [len(ids), width]; each distinct row is read once.
 
         Raises:
             InputError: as :meth:`tensor`, or an id outside the matrix.
         """
         stored = self._plain(name)
+        ids = [int(i) for i in ids]
         outside = [i for i in ids if not 0 <= i < stored.shape[0]]
         if outside:
             raise InputError(f"Row {outside[0]} is outside '{name}', which has rows 0 to {stored.shape[0] - 1}.")
@@ -213,7 +214,7 @@ class Checkpoint:
             entries = json.loads(text)
             entries.pop("__metadata__", None)
             header = {name: _stored_tensor(name, shard, entry, 8 + length) for name, entry in entries.items()}
-        except (UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InputError(f"{where} has an unreadable header ({error}): fetch it again.") from None
         end = max((stored.end for stored in header.values()), default=8 + length)
         if end > size:
@@ -249,7 +250,7 @@ def _read_json(path: Path, why: str) -> dict[str, Any]:
         raise InputError(f"{path.parent.name} has no {path.name}: {why}.")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{where} is not valid JSON ({error}): fetch it again.") from None
     if not isinstance(value, dict):
         raise InputError(f"{where} must be a JSON object, not {type(value).__name__}.")
@@ -300,6 +301,10 @@ def _stored_tensor(name: str, shard: str, entry: dict[str, Any], data_start: int
     dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     if dtype not in DTYPES:
         raise ValueError(f"'{name}' has unknown dtype {dtype}")
-    if start < 0 or end - start != math.prod(shape) * DTYPES[dtype].itemsize:
+    if any(type(number) is not int or number < 0 for number in (*shape, start, end)):
+        raise ValueError(
+            f"'{name}' has shape {list(shape)} at bytes {start} to {end}, which are no whole numbers from 0"
+        )
+    if end - start != math.prod(shape) * DTYPES[dtype].itemsize:
         raise ValueError(f"'{name}' of shape {list(shape)} and dtype {dtype} can't lie at bytes {start} to {end}")
     return StoredTensor(name, shard, dtype, shape, data_start + start, data_start + end)

@@ -20,7 +20,7 @@ from helpers.layer import (
     rotary_embedding,
 )
 from helpers.parameters import Parameters
-from helpers.paths import portable, resolve
+from helpers.paths import locate, portable
 from helpers.tokenizer import Tokens, has_tokenizer, load_tokenizer
 
 
@@ -54,6 +54,7 @@ def prepare_input(parameters: Parameters, ckpt: Checkpoint, dtype: torch.dtype, 
     Raises:
         InputError: everything :func:`check_input` refuses.
     """
+    check_input(parameters, ckpt, dtype, device)
     n_tokens = parameters.seq_len + parameters.continuation
     if input_kind(parameters, ckpt) == "random":
         hidden_states = random_embeddings(
@@ -63,7 +64,6 @@ def prepare_input(parameters: Parameters, ckpt: Checkpoint, dtype: torch.dtype, 
             f"random embeddings, normal with standard deviation {parameters.embedding_std:g}, seed {parameters.seed}"
         )
         return LayerInput(hidden_states.to(device), None, description)
-    check_input(parameters, ckpt, dtype, device)
     name, text = read_text(parameters.text)
     tokens = _encode(ckpt, name, text, n_tokens)
     hidden_states = text_hidden_states(ckpt, parameters.layer, tokens.ids, dtype, device)
@@ -117,7 +117,7 @@ def read_text(source: str) -> tuple[str, str]:
         topics: dict[str, str] = pydoc_data.topics.topics
         topic = max(topics, key=lambda name: len(topics[name]))
         return f"the Python reference's topic '{topic}'", topics[topic]
-    path = resolve(source)
+    path = locate(source)
     if path.is_dir():
         files = sorted(path.glob("*.txt"))
         if not files:

@@ -239,13 +239,18 @@ def skeleton(ckpt: Checkpoint, layer: int) -> Any:
     if not 0 <= layer < n_layers:
         raise InputError(f"layer {layer} is out of range: {ckpt.name} has layers 0 to {n_layers - 1}.")
     config = copy.deepcopy(ckpt.config)
-    config.num_hidden_layers = layer + 1
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[: layer + 1]
-    # sdpa without a mask is causal; eager without one would attend to the future
-    config._attn_implementation = "sdpa"
-    with torch.device("meta"):
-        decoder = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").get_decoder()
+    try:
+        config.num_hidden_layers = layer + 1
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[: layer + 1]
+        with torch.device("meta"):
+            # sdpa without a mask is causal; eager without one would attend to the future
+            decoder = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").get_decoder()
+    except Exception as error:  # transformers raises a different type for each kind of model that has no such form
+        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise InputError(
+            f"transformers builds no causal decoder from {ckpt.name} (model type {config.model_type}): {reason}"
+        ) from error
     if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
         raise InputError(
             f"{type(decoder).__name__} is no decoder with a list of layers: this architecture is not supported."
@@ -341,11 +346,11 @@ def _load(ckpt: Checkpoint, layer: int, part: str, module: nn.Module, dtype: tor
         # a buffer keeps its stored precision: routing biases are float32 in a BF16 model
         to = dtype if name in parameters else DTYPES[entries[0].dtype]
         if len(entries) == 1:
-            state[name] = _finite(ckpt, entries[0].name).to(device=device, dtype=to)
+            state[name] = _finite(ckpt, entries[0].name, to).to(device=device, dtype=to)
         else:
             state[name] = torch.empty(module.get_parameter(name).shape, device=device, dtype=to)
             for slot, entry in zip(state[name].view(len(entries), *entries[0].shape), entries, strict=True):
-                slot.copy_(_finite(ckpt, entry.name))
+                slot.copy_(_finite(ckpt, entry.name, to))
     module.load_state_dict(state, assign=True)
     without_numbers = [name for name, buffer in module.named_buffers() if buffer.is_meta]
     if without_numbers:
@@ -354,11 +359,16 @@ def _load(ckpt: Checkpoint, layer: int, part: str, module: nn.Module, dtype: tor
     return report
 
 
-def _finite(ckpt: Checkpoint, name: str) -> torch.Tensor:
-    """Read a tensor and refuse NaN and infinity, which would spread through a whole softmax row."""
+def _finite(ckpt: Checkpoint, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """Read a tensor and refuse what is NaN or infinite, or would be in ``dtype``: it spreads through a softmax row."""
     tensor = ckpt.tensor(name)
     low, high = torch.aminmax(tensor)  # NaN comes through; no temporary of the tensor's size
     if not torch.isfinite(torch.stack([low, high])).all():
         bad = tensor.numel() - int(torch.isfinite(tensor).sum())
         raise InputError(f"'{name}' of {ckpt.name} holds {bad:,} NaN or infinite values: fetch its shard again.")
+    if max(-low.item(), high.item()) > torch.finfo(dtype).max:
+        raise InputError(
+            f"'{name}' of {ckpt.name} holds {max(-low.item(), high.item()):.3g}, too large for "
+            f"{str(dtype).removeprefix('torch.')}: use dtype=bfloat16 or dtype=float32."
+        )
     return tensor

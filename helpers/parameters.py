@@ -10,14 +10,14 @@ import dataclasses
 import difflib
 import hashlib
 import json
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from helpers.errors import InputError, did_you_mean
-from helpers.paths import portable, resolve
+from helpers.paths import locate, portable, resolve
 
 if TYPE_CHECKING:
     import torch
@@ -43,8 +43,10 @@ CAPTURE_PARAMETERS = (
 )  # fmt: skip
 
 
-def _field(default: Any, help: str, low: float | None = None, choices: tuple[str, ...] = ()) -> Any:
-    return dataclasses.field(default=default, metadata={"help": help, "low": low, "choices": choices})
+def _field(
+    default: Any, help: str, low: float | None = None, high: float | None = None, choices: tuple[str, ...] = ()
+) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help, "low": low, "high": high, "choices": choices})
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Parameters:
     n_recent: int = _field(32, "last tokens, always kept", low=0)
     budget: int = _field(64, "heavy-hitter slots in the middle", low=0)
     embedding_std: float = _field(1.0, "standard deviation of random embeddings", low=0)
-    seed: int = _field(0, "seed of the random embeddings", low=0)
+    seed: int = _field(0, "seed of the random embeddings", low=0, high=2**64 - 1)
     device: str = _field("auto", "where to compute; auto: the GPU if there is one", choices=("auto", "cpu", "cuda"))
     dtype: str = _field("bfloat16", "precision of weights", choices=("bfloat16", "float16", "float32"))
     run_dir: str = _field("", "run folder; empty: results/<name made from the parameters>")
@@ -103,17 +105,21 @@ class Parameters:
     def run_id(self) -> str:
         """A readable name and a short hash of everything but ``run_dir``: the same parameters, the same run."""
         values = dataclasses.asdict(self) | {"checkpoint": self._identity(self.checkpoint)}
+        if self.text != "builtin":
+            values["text"] = self._identity(self.text)
         del values["run_dir"]
         digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
-        name = resolve(self.checkpoint).name
+        name = locate(self.checkpoint).name
         return f"{name}-layer{self.layer}-{self.input}-{self.seq_len}-budget{self.budget}-{digest}"
 
     def portable(self) -> dict[str, Any]:
         """The parameters as they may stand in a file that is shared: no absolute path."""
-        shared = {name: portable(resolve(getattr(self, name))) for name in ("checkpoint", "run_dir")}
+        shared = {"checkpoint": portable(locate(self.checkpoint))}
         if self.text != "builtin":
-            shared["text"] = portable(resolve(self.text))
-        return dataclasses.asdict(self) | (shared if self.run_dir else shared | {"run_dir": ""})
+            shared["text"] = portable(locate(self.text))
+        if self.run_dir:
+            shared["run_dir"] = portable(resolve(self.run_dir))
+        return dataclasses.asdict(self) | shared
 
     def torch_device(self) -> str:
         """Resolve ``device``: ``auto`` is the GPU where there is one.
@@ -134,15 +140,32 @@ class Parameters:
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
+    def fingerprint(self) -> str:
+        """A digest of the files that the parameters name, cheap: contents of small ones, size and time of the shards.
+
+        Two checkpoints or texts of one name, or one that was changed in its place, have different fingerprints.
+        """
+        digest = hashlib.sha256()
+        folder = locate(self.checkpoint)
+        for path in sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")]):
+            state = path.stat()
+            content = path.read_bytes() if state.st_size < 2**24 else f"{state.st_size} {state.st_mtime_ns}".encode()
+            digest.update(path.name.encode() + b"\0" + content)
+        text = locate(self.text)
+        for path in sorted(text.glob("*.txt")) if text.is_dir() else [text]:
+            if self.text != "builtin" and path.is_file():
+                digest.update(path.name.encode() + b"\0" + path.read_bytes())
+        return digest.hexdigest()
+
     def paths(self) -> list[Path]:
         """The files and folders that the parameters name, as absolute paths."""
-        named = [self.checkpoint, self.run_dir, "" if self.text == "builtin" else self.text]
-        return [resolve(path) for path in named if path]
+        read = [self.checkpoint] if self.text == "builtin" else [self.checkpoint, self.text]
+        return [locate(path) for path in read] + ([resolve(self.run_dir)] if self.run_dir else [])
 
     @staticmethod
     def _identity(path: str) -> str:
         """Tell two folders of one name apart, and stay the same when a project inside itself moves."""
-        resolved = resolve(path)
+        resolved = locate(path)
         inside = portable(resolved)
         return inside if "/" in inside else str(resolved)
 
@@ -152,13 +175,15 @@ def _check_value(field: dataclasses.Field[Any], value: Any) -> Any:
     # bool is an int to Python, never to a person
     right = {
         "int": isinstance(value, int) and not isinstance(value, bool),
-        "float": isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value),
+        "float": isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max,
         "str": isinstance(value, str),
     }[str(kind)]
     if not right:
         raise InputError(f"{name} takes {_KINDS[str(kind)]}, not {value!r}.")
     if low is not None and value < low:
         raise InputError(f"{name} must be at least {low}, not {value}.")
+    if (high := field.metadata["high"]) is not None and value > high:
+        raise InputError(f"{name} must be at most {high}, not {value}.")
     if choices and value not in choices:
         raise InputError(f"{name} must be one of {', '.join(choices)}, not {value!r}.{did_you_mean(value, choices)}")
     if name in ("checkpoint", "text") and not value:

@@ -27,8 +27,14 @@ def project_root() -> Path:
 
 
 def resolve(path: str) -> Path:
-    """Return ``path`` as an absolute path; a relative one counts from the project root, whatever the current folder."""
+    """Return a path to write to as an absolute path; a relative one counts from the project root."""
     return (project_root() / Path(path).expanduser()).resolve()
+
+
+def locate(path: str) -> Path:
+    """Return a path to read from as an absolute path; a relative one is looked for here, then in the project root."""
+    here = Path(path).expanduser()
+    return here.resolve() if here.exists() else resolve(path)
 
 
 def portable(path: Path) -> str:

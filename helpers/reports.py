@@ -10,6 +10,7 @@ from typing import Any
 import jinja2
 import nbformat
 import papermill
+import psutil
 from nbclient.exceptions import DeadKernelError
 from nbconvert import HTMLExporter
 from papermill.exceptions import PapermillExecutionError
@@ -44,7 +45,7 @@ def execute(parameters: Parameters, values: dict[str, Any], notebook: str) -> nb
             None,
             parameters=values,
             kernel_name="python3",
-            cwd=project_root(),
+            cwd=Path.cwd(),  # relative paths mean the same there as here
             coalesce_streams=True,  # of a progress line that rewrites itself, the end is kept
             extra_arguments=["--IPKernelApp.log_level=40"],  # no advice about transports between the progress bars
             progress_bar={
@@ -56,6 +57,9 @@ def execute(parameters: Parameters, values: dict[str, Any], notebook: str) -> nb
         if error.ename == InputError.__name__:
             raise InputError(error.evalue) from None
         raise NotebookError(f"{notebook} failed with {error.ename}: {error.evalue}\n{error}") from None
+    except KeyboardInterrupt:
+        _end_kernels()
+        raise
     except DeadKernelError:
         raise NotebookError(
             f"The kernel of {notebook} died, most likely for lack of memory: lower seq_len, or free memory."
@@ -64,6 +68,14 @@ def execute(parameters: Parameters, values: dict[str, Any], notebook: str) -> nb
         json.loads(scrub(json.dumps(executed, ensure_ascii=False), parameters.paths()))
     )
     return scrubbed
+
+
+def _end_kernels() -> None:
+    """End the kernels of this process: papermill leaves a busy one running when it is interrupted."""
+    kernels = [child for child in psutil.Process().children() if "ipykernel_launcher" in " ".join(child.cmdline())]
+    for kernel in kernels:
+        kernel.kill()
+    psutil.wait_procs(kernels, timeout=10)
 
 
 def render(run: Run, executed: nbformat.NotebookNode, notebook: str) -> None:

@@ -99,6 +99,7 @@ class Run:
         manifest = earlier | {
             "status": "running",
             "parameters": parameters.portable(),
+            "fingerprint": parameters.fingerprint(),
             "steps": kept | {step: {"status": "pending"} for step in steps},
             "artefacts": {artefact: step for artefact, step in artefacts.items() if step in kept},
             "environment": _environment(),
@@ -117,10 +118,13 @@ class Run:
 
     def refuse(self, parameters: dict[str, Any], error: str) -> None:
         """Record a start that was refused as ``failed``; a complete run or somebody else's folder is left alone."""
-        somebody_elses = self.folder.exists() and not self.manifest
-        if not somebody_elses and self.manifest.get("status") != "complete":
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.update(status="failed", parameters=parameters, error=error)
+        manifest = self.manifest
+        files = self.folder.is_file() or (self.folder.is_dir() and any(self.folder.iterdir()))
+        if manifest.get("status") == "complete" or (files and not manifest):
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # where an earlier start left results, the parameters stay theirs
+        self.update(status="failed", error=error, **({} if "steps" in manifest else {"parameters": parameters}))
 
     # -- one step of it
 
@@ -210,9 +214,12 @@ class Run:
         return self.folder.parent / "captures"
 
     def _differences(self, parameters: Parameters) -> list[str]:
-        """Capture parameters in which this folder's run differs from ``parameters``."""
-        theirs, ours = self.manifest.get("parameters", {}), parameters.portable()
-        return [name for name in CAPTURE_PARAMETERS if theirs.get(name) != ours[name]]
+        """Capture parameters in which this folder's run differs from ``parameters``, or whose files do."""
+        manifest, ours = self.manifest, parameters.portable()
+        names = [name for name in CAPTURE_PARAMETERS if manifest.get("parameters", {}).get(name) != ours[name]]
+        if not names and manifest.get("fingerprint") != parameters.fingerprint():
+            names = ["state of the checkpoint or text"]
+        return names
 
     def _find(self, artefact: str, parameters: Parameters) -> Run | None:
         """Return the run beside this one to take ``artefact`` from: one of the same capture. None if it is here."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,10 @@ from helpers.scores import Scores
 def write_csv(run: Run, artefact: str, table: pd.DataFrame) -> None:
     """Write ``table`` as an artefact of ``run``; any token's text survives writing and reading."""
     buffer = io.StringIO()
-    table.to_csv(buffer, index=False, lineterminator="\n")
+    table.head(0).to_csv(buffer, index=False, lineterminator="\n")
+    # unquoted, a lone carriage return would end a line for many readers
+    quoting = csv.QUOTE_NONNUMERIC if "token" in table else csv.QUOTE_MINIMAL
+    table.to_csv(buffer, index=False, header=False, quoting=quoting, lineterminator="\n")
     run.write_text(artefact, buffer.getvalue())
 
 
