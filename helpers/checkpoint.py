@@ -153,7 +153,7 @@ class Checkpoint:
         Raises:
             InputError: no such tensor, or one whose stored numbers don't stand for themselves (FP8, packed INT4).
         """
-        stored = self._plain(name)
+        stored = self.plain(name)
         return self._read(stored, stored.start, stored.nbytes).view(DTYPES[stored.dtype]).reshape(stored.shape)
 
     def rows(self, name: str, ids: Sequence[int] | torch.Tensor) -> torch.Tensor:
@@ -162,7 +162,7 @@ class Checkpoint:
         Raises:
             InputError: as :meth:`tensor`, or an id outside the matrix.
         """
-        stored = self._plain(name)
+        stored = self.plain(name)
         ids = [int(i) for i in ids]
         outside = [i for i in ids if not 0 <= i < stored.shape[0]]
         if outside:
@@ -222,7 +222,12 @@ class Checkpoint:
         self.bytes_read += 8 + length
         return header
 
-    def _plain(self, name: str) -> StoredTensor:
+    def plain(self, name: str) -> StoredTensor:
+        """Like :meth:`stored`, for a tensor whose stored numbers stand for themselves.
+
+        Raises:
+            InputError: as :meth:`stored`, or the tensor is quantised.
+        """
         stored = self.stored(name)
         if stored.dtype not in PLAIN:
             raise InputError(

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from helpers.errors import InputError, did_you_mean
 from helpers.parameters import PRESETS, Parameters
-from helpers.paths import NOTEBOOKS, resolve, scrub
+from helpers.paths import NOTEBOOKS, resolve, scrub_message
 
 KIMI_SHAPED = "checkpoints/kimi-k2.6-shaped"
 SMOLLM2 = "checkpoints/smollm2-135m"
@@ -25,6 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.command(options)
     except InputError as error:
         print(f"Error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:  # a disk that is full, a folder that is not ours
+        print(f"Error: {error.strerror or error}: {error.filename or 'no file named'}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
@@ -104,8 +107,8 @@ def _report(options: argparse.Namespace) -> None:
         if words.get("run_dir"):
             from helpers.runs import Run
 
-            shared = {name: scrub(value, [resolve(value)]) for name, value in words.items()}
-            Run(resolve(words["run_dir"])).refuse(shared, str(error))
+            shared = {name: scrub_message(value) for name, value in words.items()}
+            Run(resolve(words["run_dir"])).refuse(shared, scrub_message(str(error)))
         raise
     from helpers.pipeline import run_report
 

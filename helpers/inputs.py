@@ -80,17 +80,22 @@ def check_input(parameters: Parameters, ckpt: Checkpoint, dtype: torch.dtype, de
     n_tokens = parameters.seq_len + parameters.continuation
     longest = ckpt.config.max_position_embeddings
     if n_tokens > longest:
+        room = longest - parameters.continuation
+        remedy = f"seq_len to at most {room}" if room > 0 else "continuation"
         raise InputError(
             f"seq_len {parameters.seq_len} + continuation {parameters.continuation} is more than the {longest} "
-            f"positions of {ckpt.name}: lower seq_len to at most {longest - parameters.continuation}."
+            f"positions of {ckpt.name}: lower {remedy}."
         )
     if input_kind(parameters, ckpt) == "text":
         name, text = read_text(parameters.text)
         _encode(ckpt, name, text, n_tokens)
         try:
-            ckpt.stored(f"{ckpt.prefix}embed_tokens.weight")
+            embeddings = ckpt.plain(f"{ckpt.prefix}embed_tokens.weight")
         except InputError as error:
             raise InputError(f"Text needs the embeddings. {error} Or use input=random, which needs none.") from None
+        expected = (ckpt.config.vocab_size, ckpt.config.hidden_size)
+        if embeddings.shape != expected:
+            raise InputError(f"'{embeddings.name}' has shape {list(embeddings.shape)}, not {list(expected)}.")
         free_bytes = torch.cuda.mem_get_info()[0] if device == "cuda" else psutil.virtual_memory().available
         check_layers_below(ckpt, parameters.layer, n_tokens, dtype, free_bytes)
 
@@ -123,6 +128,7 @@ def read_text(source: str) -> tuple[str, str]:
         if not files:
             raise InputError(f"The folder '{source}' holds no .txt file: name a text file, or text=builtin.")
         path = files[0]
+        source = path.name
     if not path.is_file():
         raise InputError(f"Text file '{source}' does not exist (looked for {path}): name a text file, or text=builtin.")
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -52,3 +53,8 @@ def scrub(text: str, paths: Iterable[Path]) -> str:
     for folder in sorted(map(str, folders - {Path("/")}), key=len, reverse=True):
         text = text.replace(f"{folder}/", "").replace(folder, Path(folder).name)
     return text
+
+
+def scrub_message(message: str, paths: Iterable[Path] = ()) -> str:
+    """Like :func:`scrub`, for a sentence: whatever looks like an absolute path keeps its last part only."""
+    return scrub(re.sub(r"(?<![\w.:/~-])/(?:[^/\s'\"]+/)+", "", message), paths)

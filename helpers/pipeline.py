@@ -9,9 +9,9 @@ from helpers.errors import InputError
 from helpers.inputs import check_input
 from helpers.layer import check_attention
 from helpers.parameters import Parameters
-from helpers.paths import scrub
+from helpers.paths import scrub_message
 from helpers.reports import INDEX_PAGE, execute, render, write_index
-from helpers.runs import REPORT, Run
+from helpers.runs import MADE_BY, NEEDS, REPORT, Run
 
 
 def run_report(parameters: Parameters, notebooks: list[str]) -> None:
@@ -25,8 +25,11 @@ def run_report(parameters: Parameters, notebooks: list[str]) -> None:
     try:
         run.check_folder()
         check(parameters)
+        for notebook in notebooks:
+            if notebook in NEEDS and MADE_BY[NEEDS[notebook]] not in notebooks:
+                run.check_needs(parameters, notebook)
     except InputError as error:
-        run.refuse(parameters.portable(), scrub(str(error), parameters.paths()))
+        run.refuse(parameters.portable(), scrub_message(str(error), parameters.paths()))
         raise
     run.begin(parameters, [*notebooks, REPORT])
     try:
@@ -41,7 +44,7 @@ def run_report(parameters: Parameters, notebooks: list[str]) -> None:
         run.stop("interrupted", "interrupted by the user")
         raise
     except Exception as error:
-        run.stop("failed", scrub(str(error).splitlines()[0], parameters.paths()))
+        run.stop("failed", scrub_message(str(error).splitlines()[0], parameters.paths()))
         raise
     print(f"Report: {run.folder / INDEX_PAGE}")
 

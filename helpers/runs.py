@@ -32,11 +32,11 @@ VERSIONS = ("torch", "transformers", "safetensors", "numpy", "pandas", "matplotl
 
 FIRST = "01_capture_attention"
 REPORT = "report"  # the last step of a run from the command line: its front page
-# Which notebook makes what; a notebook asks for an artefact by this name.
+# Which artefact a notebook needs, and which notebook makes it.
+NEEDS = {"02_score_tokens": "capture", "03_evict_h2o": "scores.csv"}
 MADE_BY = {
     "capture": FIRST,
     "scores.csv": "02_score_tokens",
-    "eviction.csv": "03_evict_h2o",
 }
 # What notebook 01 says of a capture in the manifest; it goes where the capture goes.
 ADOPTED = ("checkpoint", "tensors", "input", "shapes", "capture")
@@ -109,6 +109,8 @@ class Run:
 
     def check_folder(self) -> None:
         """Refuse a folder with files of somebody else's in it, before anything is written there."""
+        if not self._above.is_dir():
+            raise InputError(f"run_dir '{self.name}' lies below {self._above.name}, which is a file: name another one.")
         if self.folder.is_file() or (self.folder.is_dir() and any(self.folder.iterdir()) and not self.manifest):
             raise InputError(f"run_dir '{self.name}' is not a run folder, and not empty: name another one.")
 
@@ -120,7 +122,7 @@ class Run:
         """Record a start that was refused as ``failed``; a complete run or somebody else's folder is left alone."""
         manifest = self.manifest
         files = self.folder.is_file() or (self.folder.is_dir() and any(self.folder.iterdir()))
-        if manifest.get("status") == "complete" or (files and not manifest):
+        if manifest.get("status") == "complete" or (files and not manifest) or not self._above.is_dir():
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         # where an earlier start left results, the parameters stay theirs
@@ -129,29 +131,39 @@ class Run:
     # -- one step of it
 
     @classmethod
-    def open_step(cls, parameters: Parameters, step: str, needs: str | None = None) -> Run:
+    def open_step(cls, parameters: Parameters, step: str) -> Run:
         """Open the run for one notebook, which becomes its running step.
 
-        An artefact that the notebook ``needs`` may come from another run of the same capture.
+        The artefact that the notebook needs may come from another run of the same capture.
 
         Raises:
-            InputError: the artefact isn't there (says which notebook or command makes it), or ``run_dir`` holds a run
-                of another capture.
+            InputError: as :meth:`check_needs`.
         """
         run = cls.of(parameters)
-        differences = run._differences(parameters)
-        if needs and run.manifest and differences:
-            raise InputError(
-                f"{run.name} is a run with another {differences[0]}: leave run_dir empty, or name another one."
-            )
-        source = run._find(needs, parameters) if needs else None
-        if differences or not run.manifest.get("steps"):
+        source = run.check_needs(parameters, step)
+        if run._differences(parameters) or not run.manifest.get("steps"):
             run.begin(parameters, [step])
         run.start_step(step)
-        if needs and source:
-            run._adopt(needs, source)
+        if source:
+            run._adopt(NEEDS[step], source)
         run.update(parameters=parameters.portable())
         return run
+
+    def check_needs(self, parameters: Parameters, step: str) -> Run | None:
+        """Return the run to take from what ``step`` needs; None where it needs nothing, or has it here.
+
+        Raises:
+            InputError: it is nowhere (says which notebook or command makes it), or this folder holds a run of another
+                capture.
+        """
+        if step not in NEEDS:
+            return None
+        differences = self._differences(parameters)
+        if self.manifest.get("steps") and differences:
+            raise InputError(
+                f"{self.name} is a run with another {differences[0]}: leave run_dir empty, or name another one."
+            )
+        return self._find(NEEDS[step], parameters)
 
     def start_step(self, step: str) -> None:
         self.step = step
@@ -208,6 +220,11 @@ class Run:
         with safe_open(self._captures / f"{self.manifest['capture']['digest']}.safetensors", framework="pt") as file:
             statistics = {name: file.get_tensor(name) for name in list(file.keys())}
             return statistics, json.loads(file.metadata()["tokens"])
+
+    @property
+    def _above(self) -> Path:
+        """The nearest thing above the run folder that exists."""
+        return next(folder for folder in self.folder.parents if folder.exists())
 
     @property
     def _captures(self) -> Path:

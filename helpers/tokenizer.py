@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
 import tiktoken
 from tokenizers import Tokenizer as HuggingFaceTokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from helpers.errors import InputError
 
@@ -33,6 +36,12 @@ KIMI_PATTERN = "|".join(
         r"\s+",
     ]
 )
+
+
+# Kimi's own tokenizer cuts runs of space, or of anything else, at this length: the pattern's engine overflows on them.
+LONGEST_RUN = 25_000
+# how byte-level tokenizers write each byte as a printable character (GPT-2's alphabet)
+BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 @dataclass(frozen=True)
@@ -82,7 +91,14 @@ class _JsonTokenizer:
 
     def encode(self, text: str) -> Tokens:
         ids = self.tokenizer.encode(text).ids
-        return Tokens(ids, [self.tokenizer.decode([i], skip_special_tokens=False) for i in ids])
+        return Tokens(ids, [self._text(i) for i in ids])
+
+    def _text(self, token_id: int) -> str:
+        text = self.tokenizer.decode([token_id], skip_special_tokens=False)
+        piece = self.tokenizer.id_to_token(token_id) or ""
+        if "\ufffd" in text and piece and all(character in BYTE_OF for character in piece):
+            return bytes(BYTE_OF[character] for character in piece).decode("utf-8", errors="backslashreplace")
+        return text
 
 
 class _KimiTokenizer:
@@ -92,11 +108,19 @@ class _KimiTokenizer:
         try:
             pairs = (line.split() for line in path.read_bytes().splitlines() if line)
             ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+            if sorted(ranks.values()) != list(range(len(ranks))) or len(ranks) < 256:
+                raise ValueError(f"{len(ranks)} tokens don't have the ranks 0 to {len(ranks) - 1}")
         except (ValueError, binascii.Error) as error:
             raise InputError(f"{path.name} of {path.parent.name} can't be read ({error}): fetch it again.") from error
         self.encoding = tiktoken.Encoding("kimi", pat_str=KIMI_PATTERN, mergeable_ranks=ranks, special_tokens={})
 
     def encode(self, text: str) -> Tokens:
-        ids = self.encoding.encode_ordinary(text)
+        ids = [i for part in _cut_long_runs(text) for i in self.encoding.encode_ordinary(part)]
         pieces = self.encoding.decode_tokens_bytes(ids)
         return Tokens(ids, [piece.decode("utf-8", errors="backslashreplace") for piece in pieces])
+
+
+def _cut_long_runs(text: str) -> list[str]:
+    longer = re.finditer(rf"\s{{{LONGEST_RUN + 1},}}|\S{{{LONGEST_RUN + 1},}}", text)
+    cuts = [cut for run in longer for cut in range(run.start() + LONGEST_RUN, run.end(), LONGEST_RUN)]
+    return [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import io
 import json
+import platform
+import signal
+import socket
+import time
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 
+import matplotlib as mpl
 import pytest
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, PreTrainedConfig
+
+from helpers.cli import main
+from helpers.paths import project_root
 
 
 def yarn(factor: float) -> dict[str, object]:
     """Kimi K2.6's YaRN settings with another factor."""
     return {
-        "rope_type": "yarn", "factor": factor, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096, "rope_theta": 50000.0,
+        "rope_type": "yarn", "factor": factor, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096, "rope_theta": 50000.0,
     }  # fmt: skip
 
 
@@ -45,13 +59,16 @@ def llama_config(**changes: object) -> LlamaConfig:
 
 
 def make_model(config: PreTrainedConfig, seed: int = 0) -> torch.nn.Module:
-    """transformers' full model with seeded random float32 weights; routing biases are not left at zero."""
+    """transformers' full model with seeded random float32 weights; norms and routing biases are random too."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.1)
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
     return model
 
 
@@ -108,6 +125,40 @@ def write_checkpoint(
     return folder
 
 
+@dataclass
+class Trace:
+    """What one layer of the full model took in and gave out, each with a batch in front."""
+
+    attention_in: torch.Tensor  # [B, L, hidden], after the input norm
+    attention_out: torch.Tensor  # [B, L, hidden], before the residual is added
+    layer_in: torch.Tensor
+    layer_out: torch.Tensor
+    probabilities: torch.Tensor  # [B, heads, L, L], of transformers' own eager attention
+
+
+def trace(model: torch.nn.Module, ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> list[Trace]:
+    """Run transformers' full model on token ids [B, L] and note what goes through each layer: the tests' truth."""
+    layers = model.get_decoder().layers
+    seen: list[dict[str, torch.Tensor]] = [{} for _ in layers]
+
+    def note(into: dict[str, torch.Tensor], part: str) -> Callable[..., None]:
+        def hook(module: torch.nn.Module, args: tuple, kwargs: dict, output: object) -> None:
+            into[f"{part}_in"] = args[0] if args else kwargs["hidden_states"]
+            into[f"{part}_out"] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    hooks = []
+    for layer, into in zip(layers, seen, strict=True):
+        hooks.append(layer.register_forward_hook(note(into, "layer"), with_kwargs=True))
+        hooks.append(layer.self_attn.register_forward_hook(note(into, "attention"), with_kwargs=True))
+    with torch.no_grad():
+        result = model(ids, position_ids=position_ids, output_attentions=True, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return [Trace(**into, probabilities=p) for into, p in zip(seen, result.attentions, strict=True)]
+
+
 @pytest.fixture(scope="session")
 def mla_model() -> torch.nn.Module:
     return make_model(mla_config())
@@ -126,3 +177,68 @@ def llama_checkpoint(tmp_path: Path) -> Path:
     """A small Llama in one file, flat config."""
     model = make_model(llama_config())
     return write_checkpoint(tmp_path / "small-llama", model.config, stored_tensors(model))
+
+
+# What tokens of the small report's text are: markup, quotes, line breaks, and words that pandas takes for no value.
+PIECES = [
+    "<script>alert(1)</script>", 'a "quoted" word', "two\nlines", "NA", "null", "a, comma", " space before",
+    "space after ", "None", "naïve", "=1+1", "'", "#", "**bold**", "&amp;", "\\", "nan", "-", "plain", "words",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SmallReport:
+    """One report on text at layer 1 of a small MLA checkpoint, and what is needed to check it from outside."""
+
+    folder: Path
+    checkpoint: Path
+    text: Path
+    ids: list[int]
+    stdout: str
+    stderr: str
+    seconds: float
+    private: list[str]  # words that no artefact may hold: the maker's user name, home, host and folders
+
+    @property
+    def pages(self) -> list[Path]:
+        return sorted(self.folder.glob("*.html"))
+
+
+@pytest.fixture(scope="session")
+def small_report(tmp_path_factory: pytest.TempPathFactory, mla_model: torch.nn.Module) -> SmallReport:
+    """Run all notebooks once, as the command line does, for a user with a home and a name that can be searched for."""
+    home = tmp_path_factory.mktemp("private") / "home" / "wilhelmina.tester"
+    checkpoint = write_checkpoint(
+        home / "downloads" / "small-kimi", mla_model.config, stored_tensors(mla_model), nested=True, n_shards=3
+    )
+    (checkpoint / "origin.json").write_text(json.dumps({"weights": "RANDOM weights of a small model"}))
+    tokenizer = Tokenizer(WordLevel({piece: i for i, piece in enumerate(PIECES)}, unk_token=PIECES[-1]))
+    tokenizer.pre_tokenizer = Split("|", behavior="removed")
+    tokenizer.save(str(checkpoint / "tokenizer.json"))
+    # the script tag stands at every other place among the first 16, so it is sure to be among the highest scores
+    ids = [0 if i % 2 == 0 and i < 16 else (i * 7) % len(PIECES) for i in range(64)]
+    text = home / "texts" / "held <mark> out.txt"
+    text.parent.mkdir()
+    text.write_text("|".join(PIECES[i] for i in ids))
+    folder = home / "runs" / "small-report"
+    words = {
+        "checkpoint": checkpoint, "layer": 1, "text": text, "seq_len": 48, "continuation": 16, "n_sink": 4,
+        "n_recent": 8, "budget": 12, "dtype": "float32", "run_dir": folder,
+    }  # fmt: skip
+    stdout, stderr = io.StringIO(), io.StringIO()
+    started = time.monotonic()
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
+        patch.setenv("MPLCONFIGDIR", mpl.get_cachedir())  # a fresh home would cost the fonts' cache
+        patch.setenv("HOME", str(home))
+        for name in ("USER", "LOGNAME", "USERNAME"):
+            patch.setenv(name, home.name)
+        status = main(["report", *(f"{name}={value}" for name, value in words.items())])
+    signal.signal(signal.SIGTERM, before)
+    assert status == 0, stderr.getvalue()
+    host = [name for name in (socket.gethostname(), platform.node()) if len(name) > 3 and name != "localhost"]
+    above = [str(path) for path in (home.parents[1], project_root(), tmp_path_factory.getbasetemp())]
+    return SmallReport(
+        folder, checkpoint, text, ids, stdout.getvalue(), stderr.getvalue(), time.monotonic() - started,
+        [home.name, home.parents[1].name + "/", "downloads/", tmp_path_factory.getbasetemp().name, *host, *above],
+    )  # fmt: skip

@@ -1,0 +1,599 @@
+"""The checkpoint reader: every layout, bit for bit what the safetensors library reads, not a byte more, clear refusals.
+
+The truth is the safetensors library and a header parser of a few lines written here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import llama_config, make_model, mla_config, stored_tensors, write_checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from helpers.checkpoint import INDEX, MAX_HEADER_BYTES, SINGLE, Checkpoint
+from helpers.errors import InputError
+from helpers.kimi_shaped import CONFIG
+
+KEY = "language_model.model.layers.1.self_attn.kv_b_proj.weight"
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+EMBEDDINGS = "model.embed_tokens.weight"
+
+
+def header_of(path: Path) -> tuple[int, dict[str, Any]]:
+    """Bytes that a shard's header takes, and its entries."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8 : 8 + length])
+    entries.pop("__metadata__", None)
+    return 8 + length, entries
+
+
+def write_raw(path: Path, header: Any, body: bytes = b"") -> None:
+    """Write a safetensors file by hand, so that its header may be wrong."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + body)
+
+
+def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Equal dtype, shape and bits: NaN equals itself, and -0.0 isn't 0.0."""
+    return (
+        ours.dtype == theirs.dtype
+        and ours.shape == theirs.shape
+        and torch.equal(ours.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8))
+    )
+
+
+@pytest.fixture(scope="module")
+def tensors() -> dict[str, torch.Tensor]:
+    return stored_tensors(make_model(llama_config()))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """A sharded Llama checkpoint, free to be damaged."""
+    return write_checkpoint(tmp_path / "small-llama", llama_config(), tensors, n_shards=3)
+
+
+def shard_of(folder: Path, name: str) -> Path:
+    return folder / json.loads((folder / INDEX).read_text())["weight_map"][name]
+
+
+def set_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def set_index(folder: Path, **changes: str) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"] |= changes
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+# Layouts
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
+@pytest.mark.parametrize("n_shards", [0, 1, 3])
+def test_every_layout_gives_the_tensors_that_were_stored(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], nested: bool, n_shards: int
+) -> None:
+    folder = write_checkpoint(tmp_path / "any", llama_config(), tensors, nested=nested, n_shards=n_shards)
+    checkpoint = Checkpoint.open(folder)
+    before = "language_model." if nested else ""
+    assert checkpoint.prefix == f"{before}model."
+    assert checkpoint.config.model_type == "llama"
+    assert checkpoint.config.num_key_value_heads == 2
+    assert set(checkpoint.shard_of) == {before + name for name in tensors}
+    for name, tensor in tensors.items():
+        assert same_bits(checkpoint.tensor(before + name), tensor)
+
+
+@pytest.mark.parametrize(
+    "shard_name",
+    [
+        lambda i, n: f"model-{i + 1:05d}-of-{n:06d}.safetensors",
+        lambda i, n: f"model-{i + 1}-of-{n}.safetensors",
+        lambda i, n: f"model-{i + 1:05d}-of-{n:05d}.safetensors",
+        lambda i, n: "abc"[i],
+        lambda i, n: f"weights of part {i} (größer).bin",
+    ],
+    ids=["kimi", "unpadded", "padded", "no-extension", "spaces-and-umlauts"],
+)
+def test_shards_may_have_any_name(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], shard_name: Callable[[int, int], str]
+) -> None:
+    folder = write_checkpoint(tmp_path / "any", llama_config(), tensors, n_shards=3, shard_name=shard_name)
+    checkpoint = Checkpoint.open(folder)
+    assert set(checkpoint.shard_of.values()) == {shard_name(i, 3) for i in range(3)}
+    for name, tensor in tensors.items():
+        assert same_bits(checkpoint.tensor(name), tensor)
+        assert checkpoint.stored(name).shard == checkpoint.shard_of[name]
+
+
+def test_an_index_wins_over_a_single_file_beside_it(folder: Path) -> None:
+    """Hub folders may hold both; the index says which is meant."""
+    save_file({EMBEDDINGS: torch.zeros(2, 2)}, folder / SINGLE)
+    assert Checkpoint.open(folder).tensor(EMBEDDINGS).shape == (200, 48)
+
+
+@pytest.mark.parametrize("model_type", ["kimi_k2", "deepseek_v3"])
+def test_a_flat_kimi_k2_is_deepseek_v3s_architecture(tmp_path: Path, model_type: str) -> None:
+    folder = write_checkpoint(tmp_path / "k2", mla_config(), {QUERY: torch.zeros(2, 2)})
+    set_config(folder, model_type=model_type)
+    config = Checkpoint.open(folder).config
+    assert config.model_type == "deepseek_v3"
+    assert (config.kv_lora_rank, config.q_lora_rank, config.rope_parameters["factor"]) == (16, 24, 64.0)
+
+
+def test_kimi_k26s_published_config_keeps_rope_and_quantisation(tmp_path: Path) -> None:
+    """Under ``text_config``, with the old names ``rope_scaling`` and ``type``."""
+    (tmp_path / "config.json").write_text(CONFIG.read_text())
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {}}))
+    config = Checkpoint.open(tmp_path).config
+    assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (7168, 61, 64)
+    assert config.max_position_embeddings == 262144
+    rope = config.rope_parameters
+    assert (rope["rope_type"], rope["factor"], rope["rope_theta"], rope["mscale_all_dim"]) == ("yarn", 64.0, 5e4, 1.0)
+    assert config.quantization_config["format"] == "pack-quantized"
+
+
+def test_opening_a_sharded_checkpoint_reads_no_shard(folder: Path) -> None:
+    for shard in folder.glob("*.safetensors"):
+        shard.unlink()
+    checkpoint = Checkpoint.open(folder)
+    assert checkpoint.bytes_read == 0
+    assert checkpoint.prefix == "model."
+
+
+# Prefix
+
+
+@pytest.mark.parametrize("prefix", ["", "model.", "language_model.model.", "model.language_model.", "a.b.c.d."])
+def test_the_prefix_is_read_off_the_keys(tmp_path: Path, prefix: str) -> None:
+    names = ["embed_tokens.weight", "layers.0.self_attn.q_proj.weight", "layers.11.self_attn.q_proj.weight"]
+    tensors = {prefix + name: torch.zeros(2, 2) for name in names} | {"lm_head.weight": torch.zeros(2, 2)}
+    checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "any", llama_config(), tensors))
+    assert checkpoint.prefix == prefix
+    assert checkpoint.layer_names(11) == [f"{prefix}layers.11.self_attn.q_proj.weight"]
+
+
+def test_a_layer_is_not_the_layers_whose_number_begins_with_its_own(tmp_path: Path) -> None:
+    tensors = {f"model.layers.{i}.self_attn.q_proj.weight": torch.zeros(2, 2) for i in (1, 10, 11, 12)}
+    checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "any", llama_config(), tensors))
+    assert checkpoint.layer_names(1) == ["model.layers.1.self_attn.q_proj.weight"]
+    assert checkpoint.layer_names(1, "mlp.") == []
+
+
+def test_a_vision_tower_with_layers_of_its_own_is_not_the_decoder(tmp_path: Path) -> None:
+    towers = ["vision_tower.encoder.layers.0.self_attn.q_proj.weight", "audio.layers.3.self_attn.k_proj.weight"]
+    decoder = ["language_model.model.embed_tokens.weight", "language_model.model.layers.0.self_attn.q_proj.weight"]
+    tensors = {name: torch.zeros(2, 2) for name in [*towers, *decoder]}
+    checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "eyes", llama_config(), tensors))
+    assert checkpoint.prefix == "language_model.model."
+    assert checkpoint.layer_names(0) == decoder[1:]
+
+
+def test_two_decoders_are_refused_with_both_prefixes(tmp_path: Path) -> None:
+    names = ["embed_tokens.weight", "layers.0.self_attn.q_proj.weight"]
+    tensors = {f"{side}.{name}": torch.zeros(2, 2) for side in ("thinker", "talker") for name in names}
+    checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "twins", llama_config(), tensors))
+    with pytest.raises(InputError, match=r"twins has decoder layers under several prefixes .*'talker\.', 'thinker\.'"):
+        _ = checkpoint.prefix
+
+
+def test_keys_of_no_decoder_are_refused_with_an_example(tmp_path: Path) -> None:
+    tensors = {"transformer.h.0.attn.c_attn.weight": torch.zeros(2, 2)}
+    checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "gpt", llama_config(), tensors))
+    with pytest.raises(InputError, match=r"No tensor of gpt .*attention.*its 1 tensors.*transformer\.h\.0\.attn"):
+        _ = checkpoint.prefix
+
+
+# Values
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_tensor_is_bit_for_bit_what_the_safetensors_library_reads(tmp_path: Path, dtype: torch.dtype) -> None:
+    """NaN payloads, -0.0, subnormals and infinities included: nothing is converted on the way."""
+    bits = torch.randint(
+        0, 256, (6, 10 * dtype.itemsize), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
+    special = torch.tensor([float("nan"), float("inf"), -0.0, 1e-40, 65504.0]).to(dtype)
+    stored = {"a": bits.view(dtype), "odd": special, "scalar": torch.tensor(2.5, dtype=dtype), "none": special[:0]}
+    folder = write_checkpoint(tmp_path / "bits", llama_config(), stored)
+    theirs = load_file(folder / SINGLE)
+    checkpoint = Checkpoint.open(folder)
+    assert theirs.keys() == stored.keys()
+    for name, tensor in theirs.items():
+        assert same_bits(checkpoint.tensor(name), tensor)
+
+
+def test_a_tensor_may_begin_at_any_byte(tmp_path: Path) -> None:
+    """Not every writer aligns what it stores."""
+    folder = write_checkpoint(tmp_path / "odd", llama_config(), {"a": torch.zeros(1)})
+    entries = {
+        "byte": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
+        "a": {"dtype": "F32", "shape": [3, 1], "data_offsets": [1, 13]},
+    }
+    write_raw(folder / SINGLE, entries, b"\x07" + struct.pack("<3f", 1.5, -2.0, 3.25))
+    checkpoint = Checkpoint.open(folder)
+    assert checkpoint.tensor("a").tolist() == [[1.5], [-2.0], [3.25]]
+    assert checkpoint.rows("a", [2, 0]).tolist() == [[3.25], [1.5]]
+
+
+def test_a_tensor_is_a_copy_that_may_be_changed(folder: Path) -> None:
+    """Nothing is mapped: changing what was read changes neither the file nor the next read."""
+    checkpoint = Checkpoint.open(folder)
+    before = checkpoint.tensor(QUERY).clone()
+    checkpoint.tensor(QUERY).zero_()
+    assert torch.equal(checkpoint.tensor(QUERY), before)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 199), min_size=1, max_size=40), st.sampled_from([torch.bfloat16, torch.float32]))
+def test_rows_are_those_of_the_whole_tensor(
+    tmp_path_factory: pytest.TempPathFactory, ids: list[int], dtype: torch.dtype
+) -> None:
+    """In any order, with repeats; and each distinct row is read once."""
+    folder = tmp_path_factory.getbasetemp() / f"rows-{dtype}"
+    if not folder.exists():
+        values = torch.randn(200, 12, generator=torch.Generator().manual_seed(0)).to(dtype)
+        write_checkpoint(folder, llama_config(), {"first": torch.zeros(3), EMBEDDINGS: values})
+    checkpoint = Checkpoint.open(folder)
+    header = checkpoint.bytes_read
+    assert same_bits(checkpoint.rows(EMBEDDINGS, ids), load_file(folder / SINGLE)[EMBEDDINGS][ids])
+    assert checkpoint.bytes_read - header == len(set(ids)) * 12 * dtype.itemsize
+
+
+def test_rows_take_the_ids_as_a_tensor_too(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Token ids usually are a tensor, and equal numbers in it must count as equal."""
+    ids = torch.tensor([5, 199, 5, 0])
+    assert same_bits(Checkpoint.open(folder).rows(EMBEDDINGS, ids), tensors[EMBEDDINGS][ids])
+
+
+@pytest.mark.parametrize("outside", [-1, 200, 10**9])
+def test_a_row_outside_the_matrix_is_refused_with_the_range(folder: Path, outside: int) -> None:
+    """-1 isn't the last row: a tokenizer of another model is the usual reason."""
+    with pytest.raises(InputError, match=rf"Row {outside} is outside '{EMBEDDINGS}', which has rows 0 to 199"):
+        Checkpoint.open(folder).rows(EMBEDDINGS, [3, outside])
+
+
+# Bytes
+
+
+def test_bytes_read_are_headers_and_the_tensors_asked_for(folder: Path) -> None:
+    checkpoint = Checkpoint.open(folder)
+    expected = 0
+    headers_seen = set()
+    for name in (QUERY, "model.layers.2.mlp.up_proj.weight", "model.norm.weight", QUERY):
+        shard = shard_of(folder, name)
+        header_bytes, entries = header_of(shard)
+        if shard not in headers_seen:
+            headers_seen.add(shard)
+            expected += header_bytes
+        start, end = entries[name]["data_offsets"]
+        checkpoint.tensor(name)
+        expected += end - start
+        assert checkpoint.bytes_read == expected
+    assert expected < sum(shard.stat().st_size for shard in folder.glob("*.safetensors")) / 4
+
+
+def test_only_that_tensors_bytes_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted where files are opened, not by the reader itself: all file positions that any read touched."""
+    touched: list[tuple[int, int]] = []
+
+    def watched_open(path: Path, mode: str = "r", **kwargs: Any) -> Any:
+        assert mode == "rb"
+        file = open(path, "rb", buffering=0)  # noqa: SIM115 - unbuffered: no read-ahead hides in the count
+
+        class Watched:
+            def __enter__(self) -> Watched:
+                return self
+
+            def __exit__(self, *details: object) -> None:
+                file.close()
+
+            def seek(self, position: int) -> int:
+                return file.seek(position)
+
+            def read(self, n: int) -> bytes:
+                start = file.tell()
+                data = file.read(n)
+                touched.append((start, file.tell()))
+                return data
+
+            def readinto(self, buffer: Any) -> int | None:
+                start = file.tell()
+                got = file.readinto(buffer)
+                touched.append((start, file.tell()))
+                return got
+
+        return Watched()
+
+    shard = shard_of(folder, QUERY)
+    header_bytes, entries = header_of(shard)
+    start, end = (header_bytes + offset for offset in entries[QUERY]["data_offsets"])
+    checkpoint = Checkpoint.open(folder)
+    monkeypatch.setattr(Path, "open", watched_open)
+    checkpoint.tensor(QUERY)
+    assert touched == [(0, 8), (8, header_bytes), (start, end)]
+
+
+def test_stored_says_where_the_bytes_lie(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    checkpoint = Checkpoint.open(folder)
+    for name, tensor in tensors.items():
+        entry = checkpoint.stored(name)
+        data = (folder / entry.shard).read_bytes()[entry.start : entry.end]
+        assert data == tensor.numpy().tobytes()
+        assert (entry.dtype, entry.shape, entry.nbytes) == ("F32", tuple(tensor.shape), tensor.nbytes)
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}], ids=["without", "with"])
+def test_metadata_is_optional_and_no_tensor(tmp_path: Path, metadata: dict[str, str] | None) -> None:
+    folder = write_checkpoint(tmp_path / "any", llama_config(), {"a": torch.ones(2)})
+    save_file({"a": torch.tensor([1.5, -2.0])}, folder / SINGLE, metadata=metadata)
+    assert (b"__metadata__" in (folder / SINGLE).read_bytes()) == (metadata is not None)
+    checkpoint = Checkpoint.open(folder)
+    assert list(checkpoint.shard_of) == ["a"]
+    assert checkpoint.tensor("a").tolist() == [1.5, -2.0]
+
+
+# Identity
+
+
+def test_describe_identifies_the_files_without_a_path(folder: Path) -> None:
+    (folder / "origin.json").write_text('{"weights": "random"}')
+    described = Checkpoint.open(folder).describe()
+    assert described == {
+        "name": "small-llama",
+        "model_type": "llama",
+        "origin": "random",
+        "config_sha256": hashlib.sha256((folder / "config.json").read_bytes()).hexdigest(),
+        "index_sha256": hashlib.sha256((folder / INDEX).read_bytes()).hexdigest(),
+    }
+
+
+# Refusals: folder and config
+
+
+def test_a_missing_folder_is_named_with_where_it_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=rf"folder '{tmp_path}/nowhere' does not exist .*make checkpoint-"):
+        Checkpoint.open(tmp_path / "nowhere")
+
+
+def test_a_relative_folder_is_looked_for_here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.parent)
+    assert Checkpoint.open("small-llama").folder == folder
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_text("x")
+    with pytest.raises(InputError, match="weights' does not exist"):
+        Checkpoint.open(tmp_path / "weights")
+
+
+def test_a_revision_of_a_folder_is_refused(folder: Path) -> None:
+    with pytest.raises(InputError, match="revision 'main' belongs to a hub id"):
+        Checkpoint.open(folder, revision="main")
+
+
+def test_no_weights_at_all_is_said(folder: Path) -> None:
+    (folder / INDEX).unlink()
+    with pytest.raises(InputError, match=rf"small-llama holds neither {INDEX} nor {SINGLE}"):
+        Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"small-llama has no config\.json"),
+        ("{oops", r"config\.json of small-llama is not valid JSON"),
+        ("", r"config\.json of small-llama is not valid JSON"),
+        ("\udcff", r"config\.json of small-llama is not valid JSON"),
+        ("[" * 100_000, r"config\.json of small-llama is not valid JSON"),
+        ("[1, 2]", r"config\.json of small-llama must be a JSON object, not list"),
+        ("{}", r"config\.json of small-llama has no model_type"),
+        ('{"text_config": [], "model_type": "llama"}', r"text_config in config\.json of small-llama .* not list"),
+        ('{"text_config": {}, "model_type": "llama"}', r"config\.json of small-llama has no model_type"),
+        ('{"model_type": "lama"}', r"no model type 'lama' \(small-llama\)\. Did you mean 'llama'\?"),
+        ('{"model_type": "kimi_k3"}', r"no model type 'kimi_k3' .*Did you mean 'kimi_k2"),
+        ('{"model_type": "qqqqqq"}', r"no model type 'qqqqqq' \(small-llama\)\.$"),
+        ('{"model_type": ["llama"]}', r"no model type '\['llama'\]'"),
+    ],
+    ids=[
+        "missing", "not-json", "empty", "not-utf8", "nested-too-deep", "a-list", "no-type", "text-config-a-list",
+        "text-config-without-type", "near", "near-ours", "unknown", "type-a-list",
+    ],
+)  # fmt: skip
+def test_a_bad_config_is_one_clear_sentence(folder: Path, text: str | None, message: str) -> None:
+    (folder / "config.json").unlink()
+    if text is not None:
+        (folder / "config.json").write_bytes(text.encode("utf-8", errors="surrogateescape"))
+    with pytest.raises(InputError, match=message):
+        Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("hidden_size", "big"), ("num_hidden_layers", [3]), ("num_attention_heads", 7), ("rope_parameters", "yarn")],
+)
+def test_a_config_field_of_the_wrong_type_or_value_is_named(folder: Path, field: str, value: Any) -> None:
+    set_config(folder, **{field: value})
+    word = {"num_attention_heads": "number of attention heads"}.get(field, field)
+    with pytest.raises(InputError, match=rf"config\.json of small-llama doesn't fit model type 'llama': .*{word}"):
+        Checkpoint.open(folder)
+
+
+# Refusals: index
+
+
+def test_an_index_that_names_a_missing_shard_is_refused_when_the_shard_is_needed(folder: Path) -> None:
+    shard = shard_of(folder, QUERY)
+    shard.unlink()
+    checkpoint = Checkpoint.open(folder)
+    with pytest.raises(InputError, match=rf"{shard.name} of small-llama is missing: the index names it"):
+        checkpoint.tensor(QUERY)
+    other = next(name for name, held in checkpoint.shard_of.items() if held != shard.name)
+    assert checkpoint.tensor(other).numel() > 0
+
+
+def test_an_index_that_names_a_tensor_its_shard_lacks_is_refused_with_the_nearest(folder: Path) -> None:
+    misplaced = QUERY.replace("q_proj", "q_prj")
+    shard = shard_of(folder, QUERY).name
+    set_index(folder, **{misplaced: shard})
+    expected = rf"puts '{misplaced}' into {shard}, which doesn't hold it\. Did you mean '{QUERY}'\?"
+    with pytest.raises(InputError, match=expected):
+        Checkpoint.open(folder).tensor(misplaced)
+
+
+@pytest.mark.parametrize("shard", ["../secret.safetensors", "/etc/passwd", "..", ".", "", "sub/a", "sub\\a", "a/../b"])
+def test_nothing_outside_the_folder_is_ever_opened(folder: Path, shard: str) -> None:
+    save_file({QUERY: torch.zeros(2)}, folder.parent / "secret.safetensors")
+    set_index(folder, **{QUERY: shard})
+    expected = f"The index of small-llama puts '{QUERY}' into '{shard}', which is no file of the folder"
+    with pytest.raises(InputError, match=re.escape(expected)):
+        Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", rf"{INDEX} of small-llama is not valid JSON"),
+        ("{}", rf"{INDEX} of small-llama has no weight_map"),
+        ('{"weight_map": ["a"]}', rf"{INDEX} of small-llama has no weight_map"),
+        ('{"weight_map": {"a": 1}}', rf"{INDEX} of small-llama has no weight_map"),
+        ('{"weight_map": {"a": ["model.safetensors"]}}', rf"{INDEX} of small-llama has no weight_map"),
+    ],
+)
+def test_a_bad_index_is_refused(folder: Path, text: str, message: str) -> None:
+    (folder / INDEX).write_text(text)
+    with pytest.raises(InputError, match=message):
+        Checkpoint.open(folder)
+
+
+# Refusals: shards
+
+
+def test_a_shard_cut_inside_its_body_is_refused_with_both_sizes(folder: Path) -> None:
+    """Refused even for a tensor whose own bytes are there: the download isn't what it should be."""
+    shard = shard_of(folder, QUERY)
+    whole = shard.stat().st_size
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(InputError, match=rf"{shard.name} of small-llama is cut short \({whole - 1:,} of {whole:,} byt"):
+        Checkpoint.open(folder).tensor(QUERY)
+
+
+@pytest.mark.parametrize("kept", [0, 7, 8, 100, "header-1"])
+def test_a_shard_cut_inside_its_header_is_refused(folder: Path, kept: int | str) -> None:
+    shard = shard_of(folder, QUERY)
+    n = kept if isinstance(kept, int) else header_of(shard)[0] - 1
+    shard.write_bytes(shard.read_bytes()[:n])
+    where = r"inside its header \(" + f"{n:,} of " if n >= 8 else rf"\({n} bytes\)"
+    with pytest.raises(InputError, match=rf"{shard.name} of small-llama is cut short {where}.*fetch it again"):
+        Checkpoint.open(folder).tensor(QUERY)
+
+
+def test_a_shard_that_shrinks_after_its_header_was_read_is_refused(folder: Path) -> None:
+    checkpoint = Checkpoint.open(folder)
+    shard = shard_of(folder, QUERY)
+    end = checkpoint.stored(QUERY).end
+    shard.write_bytes(shard.read_bytes()[: end - 1])
+    with pytest.raises(InputError, match=rf"{shard.name} of small-llama ended inside '{QUERY}'"):
+        checkpoint.tensor(QUERY)
+
+
+def test_a_git_lfs_pointer_is_called_by_its_name(folder: Path) -> None:
+    shard = shard_of(folder, QUERY)
+    shard.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 995000000\n")
+    with pytest.raises(InputError, match=rf"{shard.name} of small-llama is a Git LFS pointer.*`git lfs pull`"):
+        Checkpoint.open(folder).tensor(QUERY)
+
+
+def test_a_file_that_announces_an_absurd_header_is_no_safetensors_file(folder: Path) -> None:
+    shard = shard_of(folder, QUERY)
+    shard.write_bytes(b"PK\x03\x04" + b"\xff" * 2000)  # a pickled .bin is a zip
+    with pytest.raises(InputError, match=rf"{shard.name} of small-llama is not a safetensors file"):
+        Checkpoint.open(folder).tensor(QUERY)
+
+
+def test_the_header_limit_is_the_formats_own(folder: Path) -> None:
+    """100 MB is allowed (and here cut short), a byte more is not."""
+    shard = shard_of(folder, QUERY)
+    shard.write_bytes(struct.pack("<Q", MAX_HEADER_BYTES) + b"{}")
+    with pytest.raises(InputError, match="cut short inside its header"):
+        Checkpoint.open(folder).tensor(QUERY)
+    shard.write_bytes(struct.pack("<Q", MAX_HEADER_BYTES + 1) + b"{}")
+    with pytest.raises(InputError, match=r"not a safetensors file.*100,000,001 bytes"):
+        Checkpoint.open(folder).tensor(QUERY)
+
+
+GOOD = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"{not json}",
+        b"\xff\xfe{}",
+        [1, 2],
+        "text",
+        {"a": 3},
+        {"a": {}},
+        {"a": GOOD | {"dtype": "F33"}},
+        {"a": GOOD | {"dtype": ["F32"]}},
+        {"a": GOOD | {"shape": "2x3"}},
+        {"a": GOOD | {"shape": 6}},
+        {"a": GOOD | {"shape": [2, 4]}},
+        {"a": GOOD | {"shape": [-2, -3]}},
+        {"a": GOOD | {"data_offsets": [0]}},
+        {"a": GOOD | {"data_offsets": [-24, 0]}},
+        {"a": GOOD | {"data_offsets": [24, 0]}},
+        {"a": GOOD | {"data_offsets": ["0", "24"]}},
+        {"a": GOOD | {"data_offsets": [0.0, 24.0]}},
+    ],
+    ids=[
+        "not-json", "not-utf8", "list", "text", "entry-a-number", "entry-empty", "unknown-dtype", "dtype-a-list",
+        "shape-text", "shape-a-number", "shape-and-bytes-disagree", "negative-shape", "one-offset", "before-the-body",
+        "backwards", "offsets-text", "offsets-with-a-point",
+    ],
+)  # fmt: skip
+def test_a_header_of_garbage_is_refused(tmp_path: Path, header: Any) -> None:
+    folder = write_checkpoint(tmp_path / "bad", llama_config(), {"a": torch.zeros(2, 3)})
+    write_raw(folder / SINGLE, {"a": GOOD}, bytes(24))
+    assert Checkpoint.open(folder).tensor("a").shape == (2, 3)
+    write_raw(folder / SINGLE, header, bytes(24))
+    with pytest.raises(InputError, match=rf"{SINGLE} of bad has an unreadable header"):
+        Checkpoint.open(folder).tensor("a")
+
+
+# Refusals: tensors
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int32, torch.uint8, torch.int8])
+def test_quantised_tensors_are_refused_by_name_and_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Their bytes read as numbers would be plausible garbage."""
+    name = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}.get(dtype) or (
+        str(dtype).removeprefix("torch.").replace("uint", "U").replace("int", "I")
+    )
+    folder = write_checkpoint(tmp_path / "packed", llama_config(), {EMBEDDINGS: torch.ones(4, 4).to(dtype)})
+    checkpoint = Checkpoint.open(folder)
+    for read in (lambda: checkpoint.tensor(EMBEDDINGS), lambda: checkpoint.rows(EMBEDDINGS, [0])):
+        with pytest.raises(InputError, match=rf"'{EMBEDDINGS}' is stored as {name}, .*BF16"):
+            read()
+
+
+def test_an_unknown_tensor_offers_the_nearest_name(mla_checkpoint: Path) -> None:
+    checkpoint = Checkpoint.open(mla_checkpoint)
+    with pytest.raises(InputError, match=rf"small-kimi has no tensor '.*kv_b_prj.*'\. Did you mean '{KEY}'\?"):
+        checkpoint.tensor(KEY.replace("kv_b_proj", "kv_b_prj"))
+    with pytest.raises(InputError, match=r"small-kimi has no tensor 'zzz'\.$"):
+        checkpoint.rows("zzz", [0])

@@ -1,0 +1,179 @@
+"""The notebooks as files, and as a person runs them: alone, with plain papermill or by hand, from any folder."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import nbformat
+import papermill
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from papermill.iorw import load_notebook_node
+from papermill.parameterize import parameterize_notebook
+from traitlets.config import Config
+
+from helpers.errors import InputError
+from helpers.paths import NOTEBOOKS, project_root
+
+FILES = [project_root() / "notebooks" / f"{name}.ipynb" for name in NOTEBOOKS.values()]
+each_notebook = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+
+
+def read(path: Path) -> Any:
+    return nbformat.read(path, as_version=4)
+
+
+def code_cells(path: Path) -> list[Any]:
+    return [cell for cell in read(path).cells if cell.cell_type == "code"]
+
+
+# -- as files
+
+
+def test_every_notebook_of_the_folder_is_one_that_the_command_line_runs_in_order() -> None:
+    assert sorted(project_root().glob("notebooks/*.ipynb")) == FILES
+    assert all(path.name.startswith(f"{number}_") for number, path in zip(NOTEBOOKS, FILES, strict=True))
+
+
+@each_notebook
+def test_a_notebook_is_valid_and_stripped_of_outputs(path: Path) -> None:
+    notebook = read(path)
+    nbformat.validate(notebook)
+    for cell in code_cells(path):
+        assert cell.outputs == []
+        assert cell.execution_count is None
+    assert "papermill" not in notebook.metadata
+    assert not any(key in cell.metadata for cell in notebook.cells for key in ("execution", "papermill", "collapsed"))
+
+
+@each_notebook
+def test_a_notebook_asks_for_the_kernel_that_every_environment_has(path: Path) -> None:
+    assert read(path).metadata.kernelspec.name == "python3"
+
+
+@each_notebook
+def test_cell_ids_are_stable_so_that_a_change_shows_as_one(path: Path) -> None:
+    """Random ids would make each saved notebook a different file."""
+    ids = [cell.id for cell in read(path).cells]
+    assert len(set(ids)) == len(ids)
+    assert all(re.fullmatch(rf"{path.name[:2]}-\d\d[a-z]?", name) for name in ids)
+
+
+@each_notebook
+def test_exactly_one_cell_is_tagged_parameters_and_the_next_one_checks_them(path: Path) -> None:
+    cells = code_cells(path)
+    (tagged,) = (i for i, cell in enumerate(cells) if "parameters" in cell.metadata.get("tags", []))
+    assert cells[tagged + 1].source == "parameters = check_parameters(globals())"
+
+
+@each_notebook
+def test_code_cells_are_short_and_reach_helpers_without_path_tricks(path: Path) -> None:
+    for cell in code_cells(path):
+        assert len(cell.source.splitlines()) <= 40
+        assert not re.search(r"sys\.path|%run|!pip|os\.chdir|^%", cell.source, flags=re.MULTILINE)
+
+
+@each_notebook
+def test_a_notebook_begins_with_its_question_and_ends_with_what_it_does_not_show(path: Path) -> None:
+    prose = [cell.source for cell in read(path).cells if cell.cell_type == "markdown"]
+    assert re.match(r"# .*\?\n\n", prose[0])
+    assert prose[-1].startswith("## What this does not show\n")
+
+
+@each_notebook
+def test_no_file_of_a_notebook_holds_an_absolute_path_or_fetches_anything(path: Path) -> None:
+    text = path.read_text()
+    assert str(project_root()) not in text
+    assert not re.search(r"https?://(?!arxiv\.org)|/home/|/Users/|/root/", text)
+
+
+# -- as a person runs them
+
+
+@pytest.fixture
+def small(mla_checkpoint: Path, tmp_path: Path) -> dict[str, object]:
+    return {
+        "checkpoint": str(mla_checkpoint), "seq_len": 16, "continuation": 4, "n_recent": 4, "budget": 4,
+        "dtype": "float32", "run_dir": str(tmp_path / "runs" / "one"),
+    }  # fmt: skip
+
+
+def run_cells(path: Path, values: dict[str, object]) -> None:
+    """Run a notebook's cells in an IPython of this process, with papermill's own injection, until one fails.
+
+    This is what a kernel would do, without the seconds that a kernel takes to import everything again.
+    """
+    injected = parameterize_notebook(load_notebook_node(str(path)), values)
+    shell = InteractiveShell(config=Config({"HistoryManager": {"enabled": False}}))
+    for cell in injected.cells:
+        if cell.cell_type == "code":
+            shell.run_cell(cell.source, store_history=True).raise_error()
+
+
+@each_notebook
+def test_a_misspelt_parameter_from_papermill_stops_the_notebook(
+    path: Path, small: dict[str, object], tmp_path: Path
+) -> None:
+    """papermill only warns, and would let the default win."""
+    for wrong, hint in (("seq_lenn", "Did you mean 'seq_len'?"), ("zzz", "Unknown parameter 'zzz'")):
+        with pytest.raises(InputError) as caught:
+            run_cells(path, small | {wrong: [3]})
+        assert f"Unknown parameter '{wrong}'" in str(caught.value)
+        assert hint in str(caught.value)
+    assert not (tmp_path / "runs").exists()
+
+
+@each_notebook
+def test_a_text_for_a_number_from_papermill_stops_the_notebook(path: Path, small: dict[str, object]) -> None:
+    """``papermill -p seq_len true`` and the like hand over texts."""
+    with pytest.raises(InputError, match="seq_len takes a whole number, not 'true'"):
+        run_cells(path, small | {"seq_len": "true"})
+
+
+@pytest.mark.parametrize("number", ["02", "03"])
+def test_a_notebook_run_alone_says_which_one_to_run_first(
+    number: str, small: dict[str, object], tmp_path: Path
+) -> None:
+    earlier = {"02": NOTEBOOKS["01"], "03": NOTEBOOKS["02"]}[number]
+    with pytest.raises(InputError) as caught:
+        run_cells(project_root() / "notebooks" / f"{NOTEBOOKS[number]}.ipynb", small)
+    assert f"run notebooks/{earlier}.ipynb" in str(caught.value)
+    assert "python -m helpers report" in str(caught.value)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_first_notebook_runs_with_plain_papermill_from_another_folder(
+    small: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the README says it: a notebook, an output, a few parameters; nothing of the command line is needed."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.setenv("MPLCONFIGDIR", mpl.get_cachedir())
+    executed = papermill.execute_notebook(
+        FILES[0], elsewhere / "out.ipynb", parameters=small, progress_bar=False, log_output=False
+    )
+    run_dir = Path(str(small["run_dir"]))
+    manifest = json.loads((run_dir / "manifest.json").read_text())
+    assert manifest["status"] == "complete"
+    assert list(manifest["steps"]) == [FILES[0].stem]
+    assert [path.name for path in elsewhere.iterdir()] == ["out.ipynb"]
+    names = {str(path.relative_to(run_dir)) for path in run_dir.rglob("*") if path.is_file()}
+    assert names == {"manifest.json", "figures/mass_by_head.png", "figures/mass_by_head.svg"}
+    (capture,) = (run_dir.parent / "captures").iterdir()
+    assert capture.stem == manifest["capture"]["digest"]
+    prose = [
+        output.data["text/markdown"]
+        for cell in executed.cells
+        for output in cell.get("outputs", [])
+        if "text/markdown" in output.get("data", {})
+    ]
+    # heads x queries, the identity that the capture must keep: 4 heads, 16 prompt queries
+    assert any("The mass of all tokens is 64.000; heads × queries is 64," in text for text in prose)
+    assert any("Largest weight on a future token: 0." in text for text in prose)
+    errors = [output for cell in executed.cells for output in cell.get("outputs", []) if output.output_type == "error"]
+    assert errors == []
