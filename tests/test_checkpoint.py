@@ -305,7 +305,7 @@ def test_only_that_tensors_bytes_are_read(folder: Path, monkeypatch: pytest.Monk
             def seek(self, position: int) -> int:
                 return file.seek(position)
 
-            def read(self, n: int) -> bytes:
+            def read(self, n: int = -1) -> bytes:
                 start = file.tell()
                 data = file.read(n)
                 touched.append((start, file.tell()))

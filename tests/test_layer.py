@@ -8,12 +8,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import llama_config, make_model, mla_config, stored_tensors, trace, write_checkpoint, yarn
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     BertConfig,
     Gemma2Config,
@@ -461,6 +463,38 @@ def test_narrow_products_are_rounded_once(dtype: torch.dtype, rows: int) -> None
         differs = ours != rounded
         assert differs.float().mean() < 0.01, name
         assert ((ours - rounded).abs()[differs] <= rounded.abs()[differs] * 2**-7 + 1e-4).all(), name
+
+
+class ProductDtypes(TorchDispatchMode):
+    """Notes the precision in which matrix products reach the processor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__.split(".")[0] in ("mm", "addmm", "bmm", "baddbmm"):
+            self.seen |= {arg.dtype for arg in args if isinstance(arg, torch.Tensor)}
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_no_narrow_product_reaches_the_processor(dtype: torch.dtype) -> None:
+    """Its result would depend on the processor, and without BF16 instructions it is six times slower."""
+    x, weight, bias = torch.ones(2, 3, 4, dtype=dtype), torch.ones(4, 4, dtype=dtype), torch.ones(4, dtype=dtype)
+    products: list[Callable[[], torch.Tensor]] = [
+        lambda: nn.functional.linear(x, weight),
+        lambda: nn.functional.linear(x, weight, bias),
+        lambda: torch.matmul(x, weight),
+        lambda: torch.matmul(x, x.transpose(1, 2)),
+    ]
+    for product in products:
+        with ProductDtypes() as bare:
+            product()
+        assert dtype in bare.seen
+        with Float32Products(), ProductDtypes() as products_seen:
+            product()
+        assert products_seen.seen == {torch.float32}
 
 
 def test_float32_products_leave_float32_alone() -> None:
