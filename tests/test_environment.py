@@ -37,7 +37,7 @@ def test_every_import_of_the_package_is_in_the_list() -> None:
         imported |= set(re.findall(r"^\s*(?:from|import) (\w+)", path.read_text(), flags=re.MULTILINE))
     third_party = imported - set(sys.stdlib_module_names) - {"helpers"}
     names = {name.lower() for name in requirements()}
-    assert {name.lower() for name in third_party} <= names
+    assert {{"PIL": "pillow"}.get(name, name).lower() for name in third_party} <= names
 
 
 def test_the_package_imports_from_any_folder(tmp_path: Path) -> None:

@@ -177,3 +177,35 @@ def test_the_first_notebook_runs_with_plain_papermill_from_another_folder(
     assert any("Largest weight on a future token: 0." in text for text in prose)
     errors = [output for cell in executed.cells for output in cell.get("outputs", []) if output.output_type == "error"]
     assert errors == []
+
+
+EDGES = {
+    "one token and no query after it": {"seq_len": 1, "continuation": 0, "n_sink": 0, "n_recent": 0, "budget": 0},
+    "nothing protected and nothing kept": {"n_sink": 0, "n_recent": 0, "budget": 0},
+    "everything protected": {"n_sink": 8, "n_recent": 8},
+    "a budget beyond the middle": {"budget": 1000},
+    "no attention to speak of": {"embedding_std": 0.0},
+    "embeddings a thousand times too large": {"embedding_std": 1000.0},
+}
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_all_notebooks_run_at_the_edges_of_what_is_allowed(
+    edge: str, small: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the check lets through must not fail later, in a figure or a sentence."""
+    monkeypatch.setattr("helpers.notebook.display", lambda _: None)
+    values = small | EDGES[edge]
+    for path in FILES:
+        run_cells(path, values)
+    run_dir = Path(str(values["run_dir"]))
+    assert json.loads((run_dir / "manifest.json").read_text())["status"] == "complete"
+    summary = json.loads((run_dir / "summary.json").read_text())
+    counts, n = summary["run"]["counts"], int(str(values["seq_len"]))
+    n_protected = int(str(values.get("n_sink", 4))) + int(str(values["n_recent"]))
+    heavy = min(int(str(values["budget"])), n - n_protected)
+    assert (counts["kept"], counts["heavy"], counts["evicted"]) == (n_protected + heavy, heavy, n - n_protected - heavy)
+    assert summary["run"]["score_mean"] == pytest.approx(4, rel=1e-6)  # heads, an identity
+    if values.get("embedding_std") == 0:  # then every query looks at all tokens alike, which is the null
+        assert summary["run"]["score_max"] == pytest.approx(summary["null"]["score_max"], rel=1e-6)
+        assert summary["squared_correlation_with_null"] == pytest.approx(1)

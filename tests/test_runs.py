@@ -367,7 +367,7 @@ def test_a_later_step_is_refused_in_the_folder_of_another_capture(
     run = capture(parameters)
     score(parameters)
     before = contents(run.folder)
-    for step, needs in ((SECOND, "capture"), (THIRD, "scores.csv")):
+    for step in (SECOND, THIRD):
         with pytest.raises(InputError, match=f"one is a run with another {next(iter(change))}"):
             Run.open_step(other(parameters, run_dir=parameters.run_dir, **change), step)
     assert contents(run.folder) == before
