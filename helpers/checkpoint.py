@@ -102,7 +102,7 @@ class Checkpoint:
     @cached_property
     def origin(self) -> str:
         """What the folder's maker says of the weights (``origin.json``, from ``make checkpoint-…``), or ``""``."""
-        return str(_read_json(path, "")["weights"]) if (path := self.folder / ORIGIN).exists() else ""
+        return str(_read_json(path, "").get("weights", "")) if (path := self.folder / ORIGIN).exists() else ""
 
     @cached_property
     def prefix(self) -> str:

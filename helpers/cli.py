@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from helpers.errors import InputError, did_you_mean
+from helpers.errors import InputError, NotebookError, did_you_mean
 from helpers.parameters import PRESETS, Parameters
 from helpers.paths import NOTEBOOKS, resolve, scrub_message
 
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parser().parse_args(arguments)
         options.command(options)
-    except InputError as error:
+    except (InputError, NotebookError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1
     except OSError as error:  # a disk that is full, a folder that is not ours

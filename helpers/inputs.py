@@ -86,6 +86,11 @@ def check_input(parameters: Parameters, ckpt: Checkpoint, dtype: torch.dtype, de
             f"seq_len {parameters.seq_len} + continuation {parameters.continuation} is more than the {longest} "
             f"positions of {ckpt.name}: lower {remedy}."
         )
+    if input_kind(parameters, ckpt) == "random" and parameters.text != "builtin":
+        raise InputError(
+            f"text '{parameters.text}' is named, but the input is random embeddings: set input=text, with a "
+            "checkpoint that has a tokenizer, or leave text out."
+        )
     if input_kind(parameters, ckpt) == "text":
         name, text = read_text(parameters.text)
         _encode(ckpt, name, text, n_tokens)
@@ -132,7 +137,7 @@ def read_text(source: str) -> tuple[str, str]:
     if not path.is_file():
         raise InputError(f"Text file '{source}' does not exist (looked for {path}): name a text file, or text=builtin.")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode("utf-8")  # line ends as they are: tokens depend on them
     except UnicodeDecodeError as error:
         raise InputError(f"Text file '{source}' is not UTF-8 ({error.reason} at byte {error.start}).") from None
     if not text.strip():

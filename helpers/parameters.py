@@ -64,7 +64,7 @@ class Parameters:
     n_sink: int = _field(4, "first tokens, always kept", low=0)
     n_recent: int = _field(32, "last tokens, always kept", low=0)
     budget: int = _field(64, "heavy-hitter slots in the middle", low=0)
-    embedding_std: float = _field(1.0, "standard deviation of random embeddings", low=0)
+    embedding_std: float = _field(1.0, "standard deviation of random embeddings", low=0, high=1e6)
     seed: int = _field(0, "seed of the random embeddings", low=0, high=2**64 - 1)
     device: str = _field("auto", "where to compute; auto: the GPU if there is one", choices=("auto", "cpu", "cuda"))
     dtype: str = _field("bfloat16", "precision of weights", choices=("bfloat16", "float16", "float32"))
@@ -147,7 +147,7 @@ class Parameters:
         """
         digest = hashlib.sha256()
         folder = locate(self.checkpoint)
-        for path in sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")]):
+        for path in sorted([*folder.glob("*.json"), *folder.glob("*.safetensors"), *folder.glob("*.model")]):
             state = path.stat()
             content = path.read_bytes() if state.st_size < 2**24 else f"{state.st_size} {state.st_mtime_ns}".encode()
             digest.update(path.name.encode() + b"\0" + content)

@@ -89,7 +89,7 @@ def calibrated_score(score: Scores, null: Scores, title: str) -> Figure:
     axes.axhline(1.0, color=INK, linewidth=1.6, linestyle="--", label=NULL_LABEL)
     axes.plot(ratio, "o", color=ORANGE, markersize=4, alpha=0.8, label="attention mass ÷ null")
     _plain_log_scale(axes)
-    axes.set_ylim(ratio.min() / 1.25, ratio.max() * 1.7)  # room for the legend above the points
+    axes.set_ylim(ratio[ratio > 0].min() / 1.25, ratio.max() * 1.7)  # room for the legend above the points
     axes.set(xlabel="token index", ylabel="mass ÷ null", title=title)
     axes.legend(loc="upper right", ncols=2)
     return figure

@@ -16,7 +16,7 @@ from nbconvert import HTMLExporter
 from papermill.exceptions import PapermillExecutionError
 from pygments.formatters import HtmlFormatter
 
-from helpers.errors import InputError
+from helpers.errors import InputError, NotebookError
 from helpers.parameters import Parameters
 from helpers.paths import NOTEBOOKS, project_root, scrub
 from helpers.runs import REPORT, Run
@@ -24,10 +24,6 @@ from helpers.summary import comparison, explained, headline
 
 TEMPLATES = Path(__file__).with_name("report")
 INDEX_PAGE = "index.html"
-
-
-class NotebookError(RuntimeError):
-    """A notebook failed for a reason that its parameters don't explain; the message holds the cell's traceback."""
 
 
 def execute(parameters: Parameters, values: dict[str, Any], notebook: str) -> nbformat.NotebookNode:

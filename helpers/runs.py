@@ -28,7 +28,7 @@ from helpers.parameters import CAPTURE_PARAMETERS, Parameters
 from helpers.paths import project_root, resolve
 
 MANIFEST = "manifest.json"
-VERSIONS = ("torch", "transformers", "safetensors", "numpy", "pandas", "matplotlib", "papermill")
+VERSIONS = ("transformers", "safetensors", "numpy", "pandas", "matplotlib", "papermill")
 
 FIRST = "01_capture_attention"
 REPORT = "report"  # the last step of a run from the command line: its front page
@@ -116,7 +116,11 @@ class Run:
 
     def stop(self, status: str, error: str) -> None:
         """Record that the run ended early: ``failed`` or ``interrupted``, with the reason."""
-        self.update(status=status, error=error)
+        steps = {
+            step: state | ({"status": status} if state["status"] == "running" else {})
+            for step, state in self.manifest["steps"].items()
+        }
+        self.update(status=status, error=error, steps=steps)
 
     def refuse(self, parameters: dict[str, Any], error: str) -> None:
         """Record a start that was refused as ``failed``; a complete run or somebody else's folder is left alone."""
@@ -216,7 +220,7 @@ class Run:
         return self.load_capture()[0], seconds
 
     def load_capture(self) -> tuple[dict[str, torch.Tensor], list[str] | None]:
-        """Return what :meth:`store_capture` stored: the statistics by name, and the tokens' texts."""
+        """Return what :meth:`capture_once` stored: the statistics by name, and the tokens' texts."""
         with safe_open(self._captures / f"{self.manifest['capture']['digest']}.safetensors", framework="pt") as file:
             statistics = {name: file.get_tensor(name) for name in list(file.keys())}
             return statistics, json.loads(file.metadata()["tokens"])
@@ -278,7 +282,7 @@ def peak_memory_bytes() -> int:
 def _environment() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in VERSIONS},
+        "versions": {"torch": torch.__version__} | {name: version(name) for name in VERSIONS},
         "machine": platform.machine(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "threads": torch.get_num_threads(),

@@ -40,9 +40,7 @@ def score_table(score: Scores, null: Scores, tokens: list[str] | None) -> pd.Dat
 
 def read_scores(path: Path) -> pd.DataFrame:
     """Read ``scores.csv``; a token such as ``NA`` or ``null`` stays text."""
-    return pd.read_csv(
-        path, keep_default_na=False, dtype={"token": str}, lineterminator="\n", float_precision="round_trip"
-    )
+    return pd.read_csv(path, keep_default_na=False, dtype={"token": str}, lineterminator="\n")
 
 
 def eviction_table(score: Scores, categories: list[str]) -> pd.DataFrame:

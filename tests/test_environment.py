@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -66,9 +67,13 @@ def test_a_python_that_will_not_do_gets_one_sentence(tmp_path: Path, python: str
     fake.chmod(0o755)
     for name in ("Makefile", "requirements.txt", "pyproject.toml"):
         (tmp_path / name).write_text((ROOT / name).read_text())
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("MAKE")
+    }  # not a child of make
     result = subprocess.run(
-        ["make", "report", f"PYTHON={fake}"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+        ["make", "report", f"PYTHON={fake}"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert result.returncode != 0
     (sentence,) = result.stdout.splitlines()
     assert remedy in sentence

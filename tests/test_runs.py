@@ -23,12 +23,11 @@ import torch
 from nbclient.exceptions import DeadKernelError
 
 from helpers.cli import main
-from helpers.errors import InputError
+from helpers.errors import InputError, NotebookError
 from helpers.files import atomic_folder, atomic_path, write_bytes, write_text
 from helpers.parameters import Parameters
 from helpers.paths import NOTEBOOKS
 from helpers.pipeline import run_report
-from helpers.reports import NotebookError
 from helpers.runs import Run, peak_memory_bytes
 
 FIRST, SECOND, THIRD = NOTEBOOKS.values()
