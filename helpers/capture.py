@@ -75,14 +75,18 @@ def query_weights(n_tokens: int, prompt_length: int) -> torch.Tensor:
 def capture_attention(layer: AttentionLayer, hidden_states: torch.Tensor, prompt_length: int | None = None) -> Capture:
     """Run ``layer`` over ``hidden_states`` [B, L, hidden] and return its :class:`Capture`.
 
-    The first ``prompt_length`` tokens (default: all) are the prompt. Samples of a batch never mix.
+    The first ``prompt_length`` tokens (default: all) are the prompt. Samples of a batch never mix. Hidden states are
+    taken to the layer's device and dtype.
 
     Raises:
         InputError: hidden states of another width or with NaN or infinity, a prompt longer than the input or empty, or
             an attention that isn't plain causal softmax over this length.
     """
+    if hidden_states.ndim != 3:
+        raise InputError(f"Hidden states are [batch, tokens, width], not of shape {list(hidden_states.shape)}.")
     n_tokens = hidden_states.shape[1]
     prompt_length = n_tokens if prompt_length is None else prompt_length
+    hidden_states = hidden_states.to(device=layer.device, dtype=layer.dtype)
     _check_input(layer, hidden_states, prompt_length)
     recorder = _Recorder(query_weights(n_tokens, prompt_length).to(hidden_states.device), prompt_length)
     with torch.no_grad(), Float32Products(), _implementation(layer.module, IMPLEMENTATION):
