@@ -44,7 +44,8 @@ def run_report(parameters: Parameters, notebooks: list[str]) -> None:
         run.stop("interrupted", "interrupted by the user")
         raise
     except Exception as error:
-        run.stop("failed", scrub_message(str(error).splitlines()[0], parameters.paths()))
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        run.stop("failed", scrub_message(reason, parameters.paths()))
         raise
     print(f"Report: {run.folder / INDEX_PAGE}")
 
