@@ -6,21 +6,21 @@ import hashlib
 import pydoc_data.topics
 from dataclasses import dataclass
 
-import psutil
 import torch
 from tqdm import tqdm
 
 from helpers.checkpoint import Checkpoint
 from helpers.errors import InputError
 from helpers.layer import (
-    Float32Products,
     check_layers_below,
     load_decoder_layer,
     load_input_norm,
     rotary_embedding,
 )
+from helpers.memory import free_bytes
 from helpers.parameters import Parameters
 from helpers.paths import locate, portable
+from helpers.products import Float32Products
 from helpers.tokenizer import Tokens, has_tokenizer, load_tokenizer
 
 
@@ -101,8 +101,7 @@ def check_input(parameters: Parameters, ckpt: Checkpoint, dtype: torch.dtype, de
         expected = (ckpt.config.vocab_size, ckpt.config.hidden_size)
         if embeddings.shape != expected:
             raise InputError(f"'{embeddings.name}' has shape {list(embeddings.shape)}, not {list(expected)}.")
-        free_bytes = torch.cuda.mem_get_info()[0] if device == "cuda" else psutil.virtual_memory().available
-        check_layers_below(ckpt, parameters.layer, n_tokens, dtype, free_bytes)
+        check_layers_below(ckpt, parameters.layer, n_tokens, dtype, free_bytes(device))
 
 
 def random_embeddings(n_tokens: int, hidden_size: int, std: float, seed: int, dtype: torch.dtype) -> torch.Tensor:

@@ -15,7 +15,6 @@ from typing import Any
 import pandas as pd
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from helpers.checkpoint import DTYPES, PLAIN, Checkpoint, StoredTensor
@@ -28,8 +27,6 @@ FUSED_EXPERTS = {
     "mlp.experts.gate_up_proj": ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"),
     "mlp.experts.down_proj": ("mlp.experts.{}.down_proj.weight",),
 }
-NARROW = (torch.bfloat16, torch.float16)
-ROWS_AT_ONCE = 512  # of a weight made float32: a block that stays in the processor's cache
 ROOM_TO_RUN = 1.2  # a layer that is run needs room for its activations beside its weights
 
 
@@ -88,34 +85,6 @@ class LoadReport:
             for entries, matched in ((self.stored, "yes"), (self.ignored, "ignored"))
             for entry in entries
         )
-
-
-class Float32Products(TorchFunctionMode):
-    """Multiply BF16 and FP16 matrices on a CPU in float32, and round each result once to the narrow type.
-
-    The numbers are those of a BF16 product with float32 accumulation, whatever the processor; where it has no BF16
-    instructions (AVX2), its own BF16 product is about six times slower than this.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        first: Any = args[0] if args else None
-        narrow = isinstance(first, torch.Tensor) and first.dtype in NARROW and first.device.type == "cpu"
-        if func is nn.functional.linear and narrow:
-            return _linear_in_float32(*args, **(kwargs or {}))
-        if func is torch.matmul and narrow:
-            return func(first.float(), args[1].float()).to(first.dtype)
-        return func(*args, **(kwargs or {}))
-
-
-def _linear_in_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    output = x.new_empty(*x.shape[:-1], len(weight))
-    wide = x.float()
-    for start in range(0, len(weight), ROWS_AT_ONCE):
-        rows = slice(start, start + ROWS_AT_ONCE)
-        output[..., rows] = nn.functional.linear(
-            wide, weight[rows].float(), None if bias is None else bias[rows].float()
-        )
-    return output
 
 
 @dataclass
@@ -200,9 +169,14 @@ def load_input_norm(ckpt: Checkpoint, layer: int, dtype: torch.dtype, device: st
     return module
 
 
-def check_attention(ckpt: Checkpoint, layer: int) -> LoadReport:
-    """Check names, shapes and dtypes as :func:`load_attention` does, from headers alone; no weight is read."""
-    return _match(ckpt, layer, "self_attn.", _part(skeleton(ckpt, layer).layers[layer], "self_attn"))
+def check_attention(ckpt: Checkpoint, layer: int) -> nn.Module:
+    """Check names, shapes and dtypes as :func:`load_attention` does, from headers alone; no weight is read.
+
+    Returns the attention module on the meta device.
+    """
+    module = _part(skeleton(ckpt, layer).layers[layer], "self_attn")
+    _match(ckpt, layer, "self_attn.", module)
+    return module
 
 
 def check_layers_below(ckpt: Checkpoint, layer: int, n_tokens: int, dtype: torch.dtype, free_bytes: int) -> None:

@@ -8,6 +8,7 @@ from helpers.checkpoint import Checkpoint
 from helpers.errors import InputError
 from helpers.inputs import check_input
 from helpers.layer import check_attention
+from helpers.memory import check_capture_fits
 from helpers.parameters import Parameters
 from helpers.paths import scrub_message
 from helpers.reports import INDEX_PAGE, execute, render, write_index
@@ -57,5 +58,12 @@ def check(parameters: Parameters) -> None:
         InputError: a checkpoint, layer, input or device that the run can't use.
     """
     ckpt = Checkpoint.open(parameters.checkpoint)
-    check_attention(ckpt, parameters.layer)
-    check_input(parameters, ckpt, parameters.torch_dtype(), parameters.torch_device())
+    dtype, device = parameters.torch_dtype(), parameters.torch_device()
+    attention = check_attention(ckpt, parameters.layer)
+    check_input(parameters, ckpt, dtype, device)
+    n_tokens = parameters.seq_len + parameters.continuation
+    weights = sum(tensor.numel() for tensor in attention.state_dict().values()) * dtype.itemsize
+    hidden_states = n_tokens * ckpt.config.hidden_size * (4 + dtype.itemsize)  # drawn in float32
+    check_capture_fits(
+        attention, ckpt.config.num_attention_heads, 1, n_tokens, dtype, device, besides=weights + hidden_states
+    )

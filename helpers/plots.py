@@ -27,6 +27,7 @@ STYLES = {
     "recent": (BLUE, "D", "recent (protected)"),
     "evicted": (GREY, "o", "evicted"),
 }
+MANY = 4096  # points beyond this are an image in the SVG: 150 bytes a point make a file that no viewer likes
 NULL_LABEL = "uniform-causal null (knows no weights)"
 
 
@@ -49,7 +50,8 @@ def use_style() -> None:
             "grid.color": "#E6E6E6",
             "text.color": INK,
             "axes.labelcolor": INK,
-            "legend.frameon": False,
+            "legend.edgecolor": "none",
+            "legend.framealpha": 0.85,
             "legend.fontsize": 10,
             "svg.hashsalt": "kv-eviction-mla",
             "svg.fonttype": "none",  # text stays text: small files, and words that can be found
@@ -74,7 +76,10 @@ def score_and_null(score: Scores, null: Scores, title: str) -> Figure:
     """Each token's score beside what its position alone would give, both by token index."""
     figure, axes = plt.subplots()
     index = np.arange(len(score))
-    axes.plot(index, score, "o", color=BLUE, markersize=4, alpha=0.8, label="attention mass of this run")
+    many = len(score) > MANY
+    axes.plot(
+        index, score, "o", color=BLUE, markersize=4, alpha=0.8, label="attention mass of this run", rasterized=many
+    )
     axes.plot(index, null, "--", color=INK, linewidth=1.6, label=NULL_LABEL)
     axes.set(xlabel="token index", ylabel="attention mass", title=title)
     _show_all(axes, score, null)
@@ -87,7 +92,9 @@ def calibrated_score(score: Scores, null: Scores, title: str) -> Figure:
     figure, axes = plt.subplots()
     ratio = score / null
     axes.axhline(1.0, color=INK, linewidth=1.6, linestyle="--", label=NULL_LABEL)
-    axes.plot(ratio, "o", color=ORANGE, markersize=4, alpha=0.8, label="attention mass ÷ null")
+    axes.plot(
+        ratio, "o", color=ORANGE, markersize=4, alpha=0.8, label="attention mass ÷ null", rasterized=len(score) > MANY
+    )
     _plain_log_scale(axes)
     axes.set_ylim(ratio[ratio > 0].min() / 1.25, ratio.max() * 1.7)  # room for the legend above the points
     axes.set(xlabel="token index", ylabel="mass ÷ null", title=title)
@@ -98,13 +105,14 @@ def calibrated_score(score: Scores, null: Scores, title: str) -> Figure:
 def score_by_category(table: pd.DataFrame, null: Scores, title: str) -> Figure:
     """Score against token index, one colour and marker a category; ``table`` is ``eviction.csv``'s."""
     figure, axes = plt.subplots()
-    axes.plot(table["token_idx"], null, "--", color=INK, linewidth=1.4, label=NULL_LABEL, zorder=1)
+    many = len(table) > MANY  # the null then goes above the cloud that would hide it
+    axes.plot(table["token_idx"], null, "--", color=INK, linewidth=1.4, label=NULL_LABEL, zorder=3 if many else 1)
     for category, (colour, marker, label) in STYLES.items():
         rows = table[table["category"] == category]
         if len(rows):
             axes.scatter(
                 rows["token_idx"], rows["attention_score"], c=colour, marker=marker, s=26, edgecolor="white",
-                linewidth=0.4, label=f"{label}: {len(rows)}", zorder=2,
+                linewidth=0 if many else 0.4, label=f"{label}: {len(rows)}", zorder=2, rasterized=many,
             )  # fmt: skip
     axes.set(xlabel="token index", ylabel="attention mass", title=title)
     _show_all(axes, table["attention_score"], null)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +18,28 @@ from conftest import llama_config, make_model, mla_config, stored_tensors, trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface, MistralConfig, PreTrainedConfig, Qwen2Config
+from tqdm import tqdm
+from transformers import AttentionInterface, DeepseekV3Config, MistralConfig, PreTrainedConfig, Qwen2Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import helpers.capture
-from helpers.capture import Capture, capture_attention, capture_digest, eager_attention_weights
+from helpers.capture import (
+    Capture,
+    ColumnSums,
+    capture_attention,
+    capture_digest,
+    eager_attention_weights,
+)
 from helpers.checkpoint import Checkpoint
 from helpers.errors import InputError
-from helpers.layer import AttentionLayer, Float32Products, load_attention
+from helpers.kimi_shaped import CONFIG
+from helpers.layer import AttentionLayer, load_attention
+from helpers.memory import capture_bytes, heads_at_once
+from helpers.products import Float32Products
 
+# most prompts here are shorter than the default window of 32; one test looks at the warning
+pytestmark = pytest.mark.filterwarnings("ignore:A window of")
 STATISTICS = ["mass", "mass_window", "mass_last", "mass_decayed", "mass_continuation"]
 Weights = dict[str, np.ndarray]
 
@@ -284,8 +301,8 @@ def test_a_token_gets_exactly_nothing_from_queries_before_it(
 ) -> None:
     """Seen query by query: weights that single out one query turn a statistic into that query's probabilities."""
     queries = [0, 1, 7, 20, 31]
-    one_query_each = torch.eye(32)[queries]
-    monkeypatch.setattr(helpers.capture, "query_weights", lambda n_tokens, prompt_length: one_query_each)
+    one_query_each = torch.eye(32)[queries][:, None]
+    monkeypatch.setattr(ColumnSums, "query_weights", lambda *_: one_query_each)
     captured = capture_attention(layer, hidden(layer, 32))
     for i, name in zip(queries, STATISTICS, strict=True):
         p = getattr(captured, name)[0]
@@ -374,13 +391,15 @@ def test_a_batch_of_two_is_two_of_one(layer: AttentionLayer) -> None:
     assert not torch.allclose(both.mass[0], both.mass[1], rtol=0.1)
 
 
-@pytest.mark.parametrize("queries_at_once", [0.5, 1, 2, 7, 44, 45])
+@pytest.mark.parametrize("heads_elements", [1, 400, 2**22])
+@pytest.mark.parametrize("rows", [1, 2, 7, 44, 45])
 def test_the_size_of_a_block_changes_nothing(
-    layer: AttentionLayer, monkeypatch: pytest.MonkeyPatch, queries_at_once: float
+    layer: AttentionLayer, monkeypatch: pytest.MonkeyPatch, rows: int, heads_elements: int
 ) -> None:
     hidden_states = hidden(layer, 45, batch=2)
     whole = capture_attention(layer, hidden_states, prompt_length=36)
-    monkeypatch.setattr(helpers.capture, "BLOCK_ELEMENTS", int(queries_at_once * 2 * layer.n_heads * 45))
+    monkeypatch.setattr("helpers.column_sums._rows_at_once", lambda *_: rows)
+    monkeypatch.setattr("helpers.column_sums.HEADS_ELEMENTS", heads_elements)
     assert_same(capture_attention(layer, hidden_states, prompt_length=36), whole)
 
 
@@ -399,7 +418,8 @@ class LargestTensor(TorchDispatchMode):
 def test_memory_never_grows_with_the_square_of_the_length(
     narrow: AttentionLayer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(helpers.capture, "BLOCK_ELEMENTS", 2**18)
+    monkeypatch.setattr("helpers.column_sums.BLOCK_ELEMENTS", 2**18)
+    monkeypatch.setattr("helpers.column_sums.HEADS_ELEMENTS", 2**18)
     n = 2048
     with LargestTensor() as largest:
         capture_attention(narrow, hidden(narrow, n))
@@ -446,7 +466,151 @@ def test_the_first_sample_is_stored_by_name(layer: AttentionLayer) -> None:
         assert tensor.is_contiguous()
 
 
+# Several windows, another decay
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 12),
+    st.lists(st.integers(1, 15), min_size=1, max_size=3, unique=True).map(tuple),
+    st.floats(0.01, 1.0),
+)
+def test_windows_and_decay_follow_their_definitions(
+    mla: AttentionLayer, prompt: int, windows: tuple[int, ...], decay: float
+) -> None:
+    """Against transformers' eager matrix, weighted query by query in float64."""
+    hidden_states = hidden(mla, 12)
+    captured = capture_attention(mla, hidden_states, prompt, windows=windows, decay=decay)
+    p = eager_attention_weights(mla, hidden_states)[0, :, :prompt, :prompt].double()
+    assert list(captured.mass_windows) == list(windows)
+    for w, ours in captured.mass_windows.items():
+        np.testing.assert_allclose(ours[0], p[:, max(0, prompt - w) :].sum(dim=1), rtol=1e-4, atol=1e-7)
+    assert torch.equal(captured.mass_window, captured.mass_windows[windows[0]])
+    decayed = sum(decay ** (prompt - 1 - i) * p[:, i] for i in range(prompt))
+    np.testing.assert_allclose(captured.mass_decayed[0], decayed, rtol=1e-4, atol=1e-7)
+    stored = captured.first_sample()
+    assert [name for name in stored if name not in STATISTICS] == [f"mass_window_{w}" for w in windows[1:]]
+    for w in windows[1:]:
+        assert torch.equal(stored[f"mass_window_{w}"], captured.mass_windows[w][0])
+
+
+def test_a_window_longer_than_the_prompt_is_clamped_and_said(mla: AttentionLayer) -> None:
+    with pytest.warns(UserWarning, match="A window of 64 queries is longer than the prompt of 40: all its queries"):
+        captured = capture_attention(mla, hidden(mla, 40), windows=(8, 64))
+    assert torch.equal(captured.mass_windows[64], captured.mass)
+    assert not torch.equal(captured.mass_windows[8], captured.mass)
+
+
+# Heads at a time
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+@pytest.mark.parametrize("q_lora_rank", [24, None])
+def test_a_latent_layer_expanded_some_heads_at_a_time_is_the_same_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, q_lora_rank: int | None, at_once: int
+) -> None:
+    layer, _ = make_layer(tmp_path, mla_config(q_lora_rank=q_lora_rank))
+    hidden_states = hidden(layer, 45, batch=2)
+    whole = capture_attention(layer, hidden_states, prompt_length=36)
+    ran = []
+    layer.module.o_proj.register_forward_hook(lambda module, args, output: ran.append(args[0].shape))
+    monkeypatch.setattr("helpers.capture.heads_at_once", lambda *_: at_once)
+    with LargestTensor() as largest:
+        parts = capture_attention(layer, hidden_states, prompt_length=36)
+    assert_same(parts, whole)
+    assert ran == [(2, 45, 4 * 12)]
+    assert dict(layer.module.named_parameters())["kv_b_proj.weight"].shape[0] == 4 * 20
+    assert largest.elements > 0
+
+
+def test_long_latent_layers_are_expanded_few_heads_at_a_time() -> None:
+    """K2.6: 131,072 tokens of 64 heads take 17 GB expanded; grouped-query layers have nothing to expand."""
+    with torch.device("meta"):
+        kimi = DeepseekV3Attention(DeepseekV3Config(**json.loads(CONFIG.read_text())["text_config"]), 0)
+        llama = LlamaAttention(llama_config(), 0)
+    assert heads_at_once(kimi, 64, 256, torch.bfloat16) == 64
+    long = heads_at_once(kimi, 64, 131_072, torch.bfloat16)
+    assert 1 <= long < 16
+    assert capture_bytes(kimi, 64, 1, 131_072, torch.bfloat16) < 12e9
+    assert heads_at_once(llama, 6, 131_072, torch.bfloat16) == 6
+
+
+# Products in BF16
+
+
+def test_float32_logits_are_exact_and_bfloat16_ones_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor with BF16 instructions rounds logits, unless told not to; from the same queries and keys."""
+    layer, _ = make_layer(tmp_path, mla_config(), dtype=torch.bfloat16)
+    hidden_states = hidden(layer, 200)
+    with Float32Products(), spy(layer) as seen:
+        layer.module(hidden_states, layer.position_embeddings(hidden_states), None)
+    q, k = (seen[part][0].double() for part in ("query", "key"))
+    logits = (q @ k.transpose(1, 2) * seen["scaling"]).masked_fill(torch.ones(200, 200).triu(1).bool(), -math.inf)
+    truth = logits.softmax(-1).sum(dim=1)
+    monkeypatch.setattr("helpers.capture.multiplies_in", lambda *_: torch.bfloat16)
+    rounded = capture_attention(layer, hidden_states)
+    exact = capture_attention(layer, hidden_states, float32_logits=True)
+    np.testing.assert_allclose(exact.mass[0], truth, rtol=1e-5)
+    distance = 0.5 * (rounded.mass[0] - truth).abs().sum(dim=1) / 200
+    assert 1e-5 < distance.max() < 5e-3
+    torch.testing.assert_close(rounded.output, exact.output, rtol=0.05, atol=0.05)
+
+
+# Memory and progress
+
+
+def test_a_capture_that_memory_cannot_hold_is_refused_with_the_numbers(
+    mla: AttentionLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("helpers.memory.free_bytes", lambda device: 10**8)
+    with pytest.raises(
+        InputError, match=r"Capturing 9 tokens takes about 0\.\d GB, and 0\.1 GB are free on cpu: lower"
+    ):
+        capture_attention(mla, hidden(mla, 9))
+    with pytest.raises(InputError, match=r"Capturing 3 samples of 9 tokens"):
+        capture_attention(mla, hidden(mla, 9, batch=3))
+
+
+def test_long_work_shows_tokens_rate_and_time_left(
+    mla: AttentionLayer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capture_attention(mla, hidden(mla, 64))
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("helpers.capture.PROGRESS_AFTER_S", 0.0)
+    monkeypatch.setattr("helpers.capture.tqdm", partial(tqdm, mininterval=0, miniters=1))
+    monkeypatch.setattr("helpers.column_sums._rows_at_once", lambda *_: 8)
+    monkeypatch.setattr("helpers.column_sums.HEADS_ELEMENTS", 1)
+    capture_attention(mla, hidden(mla, 64, batch=2))
+    shown = capsys.readouterr().err
+    done = [
+        int(n) for n in re.findall(r"Capturing attention: .*? (\d+)/128 tokens \[\d+:\d+<\d+:\d+, .*? tokens/s", shown)
+    ]
+    assert done[-1] == 128
+    assert done == sorted(done)
+    assert len(set(done)) > 8
+
+
 # Refusals
+
+
+def test_a_layer_that_is_not_causal_is_refused(mla: AttentionLayer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mla.module, "is_causal", False)
+    with pytest.raises(InputError, match=r"Layer 1 \(DeepseekV3Attention\) is not causal self-attention"):
+        capture_attention(mla, hidden(mla, 6))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"windows": ()}, r"A window takes at least 1 query, and the windows are \[\]"),
+        ({"windows": (4, 0)}, r"A window takes at least 1 query, and the windows are \[4, 0\]"),
+        ({"decay": 0.0}, "decay is above 0 and at most 1, not 0"),
+        ({"decay": 1.5}, "decay is above 0 and at most 1, not 1.5"),
+    ],
+)
+def test_impossible_statistics_are_refused(mla: AttentionLayer, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        capture_attention(mla, hidden(mla, 6), **settings)
 
 
 def test_hidden_states_of_another_width_are_refused(mla: AttentionLayer) -> None:

@@ -32,7 +32,6 @@ from helpers.checkpoint import INDEX, Checkpoint
 from helpers.errors import InputError
 from helpers.kimi_shaped import CONFIG
 from helpers.layer import (
-    Float32Products,
     attention_window,
     check_attention,
     check_layers_below,
@@ -42,6 +41,7 @@ from helpers.layer import (
     rotary_embedding,
     skeleton,
 )
+from helpers.products import TOKENS_AT_ONCE, Float32Products
 
 N_TOKENS = 80
 LAYER_1 = "language_model.model.layers.1."
@@ -256,10 +256,10 @@ def test_a_decoder_layer_reads_its_own_tensors_once(mla_checkpoint: Path) -> Non
 
 def test_checking_an_attention_reads_headers_only(mla_checkpoint: Path) -> None:
     checkpoint = Checkpoint.open(mla_checkpoint)
-    report = check_attention(checkpoint, 1)
+    module = check_attention(checkpoint, 1)
     headers = sum(8 + int.from_bytes(path.read_bytes()[:8], "little") for path in mla_checkpoint.glob("*.safetensors"))
     assert checkpoint.bytes_read == headers
-    assert report.summary == load_attention(checkpoint, 1).report.summary
+    assert {tensor.device.type for tensor in module.state_dict().values()} == {"meta"}
 
 
 def test_old_rotary_buffers_are_ignored_and_said_to_be(tmp_path: Path, mla_model: nn.Module) -> None:
@@ -438,6 +438,13 @@ def test_routing_biases_keep_float32_in_a_bfloat16_layer(mla_checkpoint: Path, m
     assert {parameter.dtype for parameter in layer.parameters()} == {torch.bfloat16}
 
 
+@pytest.fixture
+def no_narrow_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor that has to multiply BF16 in float32, whatever this one can do."""
+    monkeypatch.setattr("helpers.products.has_bfloat16_products", lambda: False)
+
+
+@pytest.mark.usefixtures("no_narrow_instructions")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 511, 512, 513, 1200])
 def test_narrow_products_are_rounded_once(dtype: torch.dtype, rows: int) -> None:
@@ -478,6 +485,25 @@ class ProductDtypes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.usefixtures("no_narrow_instructions")
+def test_long_inputs_are_multiplied_a_block_of_tokens_at_a_time() -> None:
+    x = torch.randn(2, TOKENS_AT_ONCE + 5, 4).bfloat16()
+    weight = torch.randn(3, 4).bfloat16()
+    with Float32Products():
+        ours = nn.functional.linear(x, weight)
+    assert torch.equal(ours, (x.float() @ weight.float().T).bfloat16())
+
+
+def test_a_processor_with_narrow_instructions_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("helpers.products.has_bfloat16_products", lambda: True)
+    for dtype, expected in ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)):
+        x, weight = torch.ones(2, 4, dtype=dtype), torch.ones(4, 4, dtype=dtype)
+        with Float32Products(), ProductDtypes() as products:
+            nn.functional.linear(x, weight)
+        assert products.seen == {expected}
+
+
+@pytest.mark.usefixtures("no_narrow_instructions")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_no_narrow_product_reaches_the_processor(dtype: torch.dtype) -> None:
     """Its result would depend on the processor, and without BF16 instructions it is six times slower."""
