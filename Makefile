@@ -1,6 +1,6 @@
 # Thin lines over `python -m helpers`; variables are its parameters in capitals: make report LAYER=3 BUDGET=32
 .DEFAULT_GOAL := help
-.PHONY: help report test lab checkpoint-kimi-shaped checkpoint-smollm2
+.PHONY: help report test lab bench checkpoint-kimi-shaped checkpoint-smollm2
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -24,6 +24,9 @@ test: .venv/installed-tests  ## run every test
 
 lab: .venv/installed  ## open the notebooks in JupyterLab
 	@$(BIN)/jupyter lab notebooks
+
+bench: .venv/installed  ## time and memory of the capture beside transformers and torch, as ratios (tens of minutes)
+	@$(BIN)/python benchmarks/capture.py
 
 checkpoint-kimi-shaped: .venv/installed  ## random weights of Kimi K2.6's shapes, layer 0 (202 MB)  [FULL=1: 995 MB]
 	@$(BIN)/python -m helpers checkpoint-kimi-shaped $(WORDS)

@@ -35,7 +35,7 @@ def kvpress_scores(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
     class Scores(ObservedAttentionPress):
         """Keeps the score, drops no token."""
 
-        def compress(self, module, hidden_states, keys, values, attentions, kwargs):  # noqa: ANN001, ANN202
+        def compress(self, module, hidden_states, keys, values, attentions, kwargs):
             self.scores = self.score(module, hidden_states, keys, values, attentions, kwargs)
             return keys, values
 

@@ -440,7 +440,7 @@ def _progress(captured: Capture, batch: int, heads: int, n_tokens: int) -> Itera
         delay=PROGRESS_AFTER_S,
         leave=False,
     ) as bar:
-        captured.progress = lambda done: bar.update(done * total / pairs)
+        captured.progress = lambda done: bar.update(min(done * total / pairs, total - bar.n))
         yield
     captured.progress = None
 

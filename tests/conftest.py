@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import platform
 import signal
 import socket
@@ -24,6 +25,10 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Pr
 
 from helpers.cli import main
 from helpers.paths import project_root
+
+if not torch.cuda.is_available():
+    # the GPU kernels run in Triton's interpreter, which has to be chosen before anything imports Triton
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def yarn(factor: float) -> dict[str, object]:

@@ -1,11 +1,10 @@
 """The arithmetic of capture, in both its forms, against float64: the blocked pass, and the GPU's Triton kernels.
 
-The kernels run on the CPU in Triton's interpreter, which has to be chosen before they are defined.
+Without a GPU the kernels run on the CPU in Triton's interpreter (conftest.py chooses it).
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import numpy as np
@@ -14,11 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import column_sums
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-from helpers import fused
+from helpers import column_sums, fused
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Form = Callable[..., torch.Tensor]

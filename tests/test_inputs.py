@@ -20,7 +20,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import nn
 
-import helpers.inputs
+import helpers.memory
 from helpers.checkpoint import INDEX, Checkpoint
 from helpers.errors import InputError
 from helpers.inputs import check_input, input_kind, prepare_input, random_embeddings, read_text, text_hidden_states
@@ -336,7 +336,7 @@ def test_a_tensor_that_the_text_needs_is_looked_for_before_anything_runs(
 
 
 def free_memory(monkeypatch: pytest.MonkeyPatch, n_bytes: int) -> None:
-    monkeypatch.setattr(helpers.inputs.psutil, "virtual_memory", lambda: SimpleNamespace(available=n_bytes))
+    monkeypatch.setattr(helpers.memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=n_bytes))
 
 
 def test_layers_below_that_do_not_fit_memory_are_refused(
