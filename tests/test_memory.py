@@ -1,0 +1,61 @@
+"""The estimate of a capture's memory against what a process really takes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux")
+
+MEASURE = """
+import gc, json, re, sys
+from pathlib import Path
+import torch
+from transformers import DeepseekV3Config, LlamaConfig
+from transformers.models.deepseek_v3 import modeling_deepseek_v3 as mla
+from transformers.models.llama import modeling_llama as gqa
+from helpers import memory
+from helpers.capture import capture_attention
+from helpers.layer import AttentionLayer, LoadReport
+
+kind, n, memory.PART_BYTES = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+if kind == "mla":
+    config = DeepseekV3Config(
+        hidden_size=1024, num_attention_heads=16, num_key_value_heads=16, q_lora_rank=256, kv_lora_rank=128,
+        qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    module, rotary = mla.DeepseekV3Attention(config, 0), mla.DeepseekV3RotaryEmbedding(config)
+else:
+    config = LlamaConfig(hidden_size=2048, num_attention_heads=32, num_key_value_heads=8)
+    module, rotary = gqa.LlamaAttention(config, 0), gqa.LlamaRotaryEmbedding(config)
+config._attn_implementation = "sdpa"
+layer = AttentionLayer(module.bfloat16().requires_grad_(False), config, 0, LoadReport({}, []), rotary)
+hidden_states = torch.randn(1, n, config.hidden_size).bfloat16()
+capture_attention(layer, hidden_states[:, :64])
+gc.collect()
+def of(field):
+    return int(re.search(rf"{field}:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+Path("/proc/self/clear_refs").write_text("5")
+before = of("VmRSS")
+capture_attention(layer, hidden_states)
+estimate = memory.capture_bytes(module, config.num_attention_heads, 1, n, torch.bfloat16)
+print(json.dumps({"measured": of("VmHWM") - before, "estimate": estimate}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "n_tokens", "part_bytes"),
+    [("mla", 6000, 2**30), ("mla", 6000, 2**25), ("gqa", 6000, 2**30)],
+    ids=["latent, all heads at once", "latent, few heads at a time", "grouped"],
+)
+def test_the_estimate_is_near_what_is_taken_and_seldom_below(kind: str, n_tokens: int, part_bytes: int) -> None:
+    command = [sys.executable, "-c", MEASURE, kind, str(n_tokens), str(part_bytes)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found["measured"] <= 1.1 * found["estimate"], found
+    assert found["estimate"] <= 2.5 * found["measured"], found
