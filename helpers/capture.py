@@ -186,6 +186,11 @@ def capture_attention(
         _progress(captured, len(hidden_states), layer.n_heads, n_tokens),
     ):
         captured.output = _forward(layer, hidden_states, captured)
+    if not torch.isfinite(captured.mass).all():  # finite inputs: a product has left the range of its type
+        raise InputError(
+            f"Attention of layer {layer.index} is not finite: its logits are too large for "
+            f"{str(layer.dtype).removeprefix('torch.')}. Use dtype=bfloat16 or float32, or a smaller embedding_std."
+        )
     return captured
 
 

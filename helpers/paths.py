@@ -29,13 +29,20 @@ def project_root() -> Path:
 
 def resolve(path: str) -> Path:
     """Return a path to write to as an absolute path; a relative one counts from the project root."""
-    return (project_root() / Path(path).expanduser()).resolve()
+    return (project_root() / _expand(path)).resolve()
 
 
 def locate(path: str) -> Path:
     """Return a path to read from as an absolute path; a relative one is looked for here, then in the project root."""
-    here = Path(path).expanduser()
+    here = _expand(path)
     return here.resolve() if here.exists() else resolve(path)
+
+
+def _expand(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise InputError(f"'{path}' names the home of a user that isn't here: write the folder out.") from None
 
 
 def portable(path: Path) -> str:

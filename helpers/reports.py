@@ -68,10 +68,17 @@ def execute(parameters: Parameters, values: dict[str, Any], notebook: str) -> nb
 
 def _end_kernels() -> None:
     """End the kernels of this process: papermill leaves a busy one running when it is interrupted."""
-    kernels = [child for child in psutil.Process().children() if "ipykernel_launcher" in " ".join(child.cmdline())]
+    kernels = [child for child in psutil.Process().children() if _is_kernel(child)]
     for kernel in kernels:
         kernel.kill()
     psutil.wait_procs(kernels, timeout=10)
+
+
+def _is_kernel(process: psutil.Process) -> bool:
+    try:
+        return "ipykernel_launcher" in " ".join(process.cmdline())
+    except psutil.Error:  # it has ended already
+        return False
 
 
 def render(run: Run, executed: nbformat.NotebookNode, notebook: str) -> None:

@@ -228,7 +228,7 @@ class Run:
     @property
     def _above(self) -> Path:
         """The nearest thing above the run folder that exists."""
-        return next(folder for folder in self.folder.parents if folder.exists())
+        return next((folder for folder in self.folder.parents if folder.exists()), self.folder)
 
     @property
     def _captures(self) -> Path:

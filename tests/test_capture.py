@@ -626,6 +626,12 @@ def test_hidden_states_that_are_not_finite_are_refused_and_counted(mla: Attentio
         capture_attention(mla, hidden_states)
 
 
+def test_attention_that_leaves_the_range_of_its_type_is_refused(tmp_path: Path) -> None:
+    layer, _ = make_layer(tmp_path, llama_config(), dtype=torch.float16)
+    with pytest.raises(InputError, match="Attention of layer 1 is not finite: its logits are too large for float16"):
+        capture_attention(layer, torch.full((1, 4, 48), 60000.0, dtype=torch.float16))
+
+
 @pytest.mark.parametrize("prompt", [0, -1, 7])
 def test_a_prompt_that_does_not_fit_the_input_is_refused(mla: AttentionLayer, prompt: int) -> None:
     with pytest.raises(InputError, match=f"A prompt of {prompt} tokens doesn't fit an input of 6"):

@@ -22,6 +22,7 @@ import pytest
 import torch
 from nbclient.exceptions import DeadKernelError
 
+import helpers.reports
 from helpers.cli import main
 from helpers.errors import InputError, NotebookError
 from helpers.files import atomic_folder, atomic_path, write_bytes, write_text
@@ -540,3 +541,23 @@ def test_a_report_that_is_told_to_stop_ends_its_kernel_and_says_interrupted(
     manifest = json.loads((folder / "manifest.json").read_text())
     assert (manifest["status"], manifest["error"]) == ("interrupted", "interrupted by the user")
     assert capsys.readouterr().err.endswith("\nInterrupted.\n")
+
+
+def test_a_kernel_that_has_ended_already_is_no_obstacle_to_an_interrupt() -> None:
+    """A process that ended and wasn't waited for has no command line to ask for."""
+    with subprocess.Popen(["true"]) as ended:
+        time.sleep(0.5)
+        assert psutil.Process(ended.pid).status() == psutil.STATUS_ZOMBIE
+        helpers.reports._end_kernels()
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "text", "run_dir"])
+def test_the_home_of_nobody_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", f"{name}=~no-such-user/x"]) == 1
+    assert "'~no-such-user/x' names the home of a user that isn't here" in capsys.readouterr().err
+
+
+def test_the_root_of_all_folders_is_no_run_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "run_dir=/"]) == 1
+    assert "is not a run folder, and not empty: name another one" in capsys.readouterr().err
+    assert not Path("/manifest.json").exists()
