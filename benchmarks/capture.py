@@ -32,6 +32,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
+import seaborn as sns
 import torch
 from torch import nn
 from tqdm import tqdm
@@ -54,7 +55,6 @@ HEADS, WIDTH, V_WIDTH, SCALE = 64, 192, 128, 0.14467963
 METHODS = {
     "ours": 10**6, "products": 10**6, "sdpa": 4096, "eager": 4096, "eager32": 4096, "layer": 10**6, "layer-eager": 4096,
 }  # fmt: skip
-STATISTICS = len(ColumnSums().windows) + 4
 
 
 def inputs(n: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
@@ -208,9 +208,13 @@ def report(results: pd.DataFrame) -> str:
 def figure(results: pd.DataFrame) -> plt.Figure:
     plots.use_style()
     drawn, (time_axes, memory_axes) = plt.subplots(1, 2, figsize=(11, 4.6))
-    for method, group in results.groupby("method", sort=False):
-        time_axes.loglog(group["tokens"], group["seconds"], "o-", label=method)
-        memory_axes.loglog(group["tokens"], group["extra_bytes"] / 1e9, "o-", label=method)
+    colours = sns.color_palette("colorblind", len(METHODS))
+    for colour, marker, method in zip(colours, "o^sDvPX", METHODS, strict=True):
+        group = results[results["method"] == method]
+        if len(group):
+            style = {"color": colour, "marker": marker, "label": method}
+            time_axes.loglog(group["tokens"], group["seconds"], **style)
+            memory_axes.loglog(group["tokens"], group["extra_bytes"] / 1e9, **style)
     time_axes.set(xlabel="tokens", ylabel="seconds", title="Time")
     memory_axes.set(xlabel="tokens", ylabel="GB above the inputs", title="Extra memory at the peak")
     memory_axes.legend()

@@ -515,12 +515,9 @@ def test_a_latent_layer_expanded_some_heads_at_a_time_is_the_same_layer(
     ran = []
     layer.module.o_proj.register_forward_hook(lambda module, args, output: ran.append(args[0].shape))
     monkeypatch.setattr("helpers.capture.heads_at_once", lambda *_: at_once)
-    with LargestTensor() as largest:
-        parts = capture_attention(layer, hidden_states, prompt_length=36)
-    assert_same(parts, whole)
+    assert_same(capture_attention(layer, hidden_states, prompt_length=36), whole)
     assert ran == [(2, 45, 4 * 12)]
     assert dict(layer.module.named_parameters())["kv_b_proj.weight"].shape[0] == 4 * 20
-    assert largest.elements > 0
 
 
 def test_long_latent_layers_are_expanded_few_heads_at_a_time() -> None:
