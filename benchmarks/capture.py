@@ -34,6 +34,7 @@ import numpy as np
 import pandas as pd
 import seaborn as sns
 import torch
+from matplotlib.ticker import NullFormatter
 from torch import nn
 from tqdm import tqdm
 from transformers import DeepseekV3Config
@@ -214,10 +215,14 @@ def figure(results: pd.DataFrame) -> plt.Figure:
         if len(group):
             style = {"color": colour, "marker": marker, "label": method}
             time_axes.loglog(group["tokens"], group["seconds"], **style)
-            memory_axes.loglog(group["tokens"], group["extra_bytes"] / 1e9, **style)
+            memory_axes.loglog(group["tokens"], group["extra_bytes"].clip(lower=1e6) / 1e9, **style)  # log has no 0
     time_axes.set(xlabel="tokens", ylabel="seconds", title="Time")
     memory_axes.set(xlabel="tokens", ylabel="GB above the inputs", title="Extra memory at the peak")
     memory_axes.legend()
+    lengths = sorted(results["tokens"].unique())
+    for axes in (time_axes, memory_axes):
+        axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
+        axes.xaxis.set_minor_formatter(NullFormatter())
     return drawn
 
 
