@@ -4,8 +4,10 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-# What was set on the command line, handed on as it is; PYTHON is make's own.
-WORDS = $(filter-out PYTHON=%,$(MAKEOVERRIDES))
+# The variables of make's command line, handed on as they are: quoted for the shell. PYTHON is make's own.
+NAMES := $(strip $(foreach name,$(filter-out PYTHON,$(.VARIABLES)),$(if $(filter command,$(firstword $(origin $(name)))),$(name))))
+WORDS := $(foreach name,$(NAMES),'$(name)=$(subst ','\'',$(value $(name)))')
+takes_none = $(if $(NAMES),$(error make $@ takes no parameters, and got $(NAMES)))
 KIMI_SHAPED := checkpoints/kimi-k2.6-shaped/config.json
 
 help:  ## this list
@@ -14,19 +16,19 @@ help:  ## this list
 	@echo "The parameters of report: $(BIN)/python -m helpers report --help"
 
 report: .venv/installed  ## run notebooks 01-03 on one layer, render the HTML report  [CHECKPOINT= LAYER= INPUT= …]
-ifeq ($(filter CHECKPOINT=%,$(WORDS)),)
+ifeq ($(filter CHECKPOINT checkpoint,$(NAMES)),)
 	@test -f $(KIMI_SHAPED) || $(BIN)/python -m helpers checkpoint-kimi-shaped
 endif
 	@$(BIN)/python -m helpers report $(WORDS)
 
 test: .venv/installed-tests  ## run every test
-	@$(BIN)/python -m pytest
+	@$(takes_none)$(BIN)/python -m pytest
 
 lab: .venv/installed  ## open the notebooks in JupyterLab
-	@$(BIN)/jupyter lab notebooks
+	@$(takes_none)$(BIN)/jupyter lab notebooks
 
 bench: .venv/installed  ## time and memory of the capture beside transformers and torch, as ratios (tens of minutes)
-	@$(BIN)/python benchmarks/capture.py
+	@$(takes_none)$(BIN)/python benchmarks/capture.py
 
 checkpoint-kimi-shaped: .venv/installed  ## random weights of Kimi K2.6's shapes, layer 0 (202 MB)  [FULL=1: 995 MB]
 	@$(BIN)/python -m helpers checkpoint-kimi-shaped $(WORDS)

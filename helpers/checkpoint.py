@@ -24,6 +24,7 @@ import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from helpers.errors import InputError, did_you_mean
+from helpers.files import refuse_lfs_pointer
 from helpers.paths import locate, portable
 
 INDEX = "model.safetensors.index.json"
@@ -81,9 +82,10 @@ class Checkpoint:
         if revision:
             raise InputError(f"revision '{revision}' belongs to a hub id, not to a folder: leave it out.")
         if not folder.is_dir():
+            fault = "is a file, not a folder" if folder.exists() else f"does not exist (looked for {folder})"
             raise InputError(
-                f"Checkpoint folder '{source}' does not exist (looked for {folder}): name a folder with config.json "
-                "and safetensors files, or make one with `make checkpoint-kimi-shaped` or `make checkpoint-smollm2`."
+                f"Checkpoint folder '{source}' {fault}: name a folder with config.json and safetensors files, or make "
+                "one with `make checkpoint-kimi-shaped` or `make checkpoint-smollm2`."
             )
         raw_config = _read_json(folder / "config.json", "a checkpoint needs its config.json")
         checkpoint = cls(folder, raw_config, _text_config(raw_config, folder.name), shard_of={})
@@ -119,9 +121,9 @@ class Checkpoint:
         if len(prefixes) == 1:
             return prefixes[0]
         if not prefixes:
+            first = f"; the first of its {len(self.shard_of)} is '{min(self.shard_of)}'" if self.shard_of else ""
             raise InputError(
-                f"No tensor of {self.name} is named like a decoder layer's attention (…layers.N.self_attn.…); its "
-                f"{len(self.shard_of)} tensors begin with '{next(iter(self.shard_of), '')}'."
+                f"No tensor of {self.name} is named like a decoder layer's attention (…layers.N.self_attn.…){first}."
             )
         raise InputError(f"{self.name} has decoder layers under several prefixes ({', '.join(map(repr, prefixes))}).")
 
@@ -198,8 +200,7 @@ class Checkpoint:
         size = path.stat().st_size
         with path.open("rb") as file:
             start = file.read(8)
-            if start == b"version ":
-                raise InputError(f"{where} is a Git LFS pointer, not the weights: run `git lfs pull` in that folder.")
+            refuse_lfs_pointer(path, start)
             if len(start) < 8:
                 raise InputError(f"{where} is cut short ({size} bytes): fetch it again.")
             (length,) = struct.unpack("<Q", start)
@@ -253,8 +254,10 @@ def _read_json(path: Path, why: str) -> dict[str, Any]:
     where = f"{path.name} of {path.parent.name}"
     if not path.is_file():
         raise InputError(f"{path.parent.name} has no {path.name}: {why}.")
+    content = path.read_bytes()
+    refuse_lfs_pointer(path, content)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where} is not valid JSON ({error}): fetch it again.") from None
     if not isinstance(value, dict):
@@ -296,10 +299,16 @@ def _text_config(raw: dict[str, Any], name: str) -> PreTrainedConfig:
         )
     fields = {key: value for key, value in text.items() if key != "model_type"}
     try:
-        return CONFIG_MAPPING[known](**fields)
+        config = CONFIG_MAPPING[known](**fields)
     except Exception as error:  # transformers raises a different type for each kind of bad field
         reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-        raise InputError(f"config.json of {name} doesn't fit model type '{model_type}': {reason.strip()}.") from error
+        reason = reason.strip().rstrip(".")
+        raise InputError(f"config.json of {name} doesn't fit model type '{model_type}': {reason}.") from error
+    for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
+        value = getattr(config, key, None)
+        if value is not None and (type(value) is not int or value < 1):
+            raise InputError(f"config.json of {name} gives {key} as {value!r}: it must be a whole number from 1.")
+    return config
 
 
 def _stored_tensor(name: str, shard: str, entry: dict[str, Any], data_start: int) -> StoredTensor:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
+import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 from helpers.errors import InputError, NotebookError, did_you_mean
@@ -19,7 +22,8 @@ SMOLLM2 = "checkpoints/smollm2-135m"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 1 for anything that went wrong, 130 when interrupted."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, _interrupt)
     try:
         options = _parser().parse_args(arguments)
         options.command(options)
@@ -101,6 +105,7 @@ def _assignments(words: Sequence[str]) -> dict[str, str]:
 def _report(options: argparse.Namespace) -> None:
     # torch and transformers take seconds to import: a misspelt word is answered before that
     words = _assignments(options.assignments)
+    _note_variables(words)
     try:
         parameters, notebooks = _report_parameters(dict(words))
     except InputError as error:
@@ -108,11 +113,26 @@ def _report(options: argparse.Namespace) -> None:
             from helpers.runs import Run
 
             shared = {name: scrub_message(value) for name, value in words.items()}
-            Run(resolve(words["run_dir"])).refuse(shared, scrub_message(str(error)))
+            with suppress(InputError):  # the folder is nothing to write into: the first error is what matters
+                run = Run(resolve(words["run_dir"]))
+                with run.locked():
+                    run.refuse(shared, scrub_message(str(error)))
         raise
     from helpers.pipeline import run_report
 
     run_report(parameters, notebooks)
+
+
+def _note_variables(words: Mapping[str, str]) -> None:
+    """Say which parameters stand before ``make`` as variables of the shell, where they are not read."""
+    names = [field.name for field in dataclasses.fields(Parameters) if field.name not in words]
+    for name in (name.upper() for name in names):
+        if "MAKELEVEL" in os.environ and name in os.environ:
+            print(
+                f"Note: {name} is a variable of the shell, which is not read: write it behind, as in make report "
+                f"{name}=…",
+                file=sys.stderr,
+            )
 
 
 def _report_parameters(words: dict[str, str]) -> tuple[Parameters, list[str]]:
@@ -140,8 +160,8 @@ def _checkpoint_kimi_shaped(options: argparse.Namespace) -> None:
             raise InputError(
                 f"Unknown parameter '{name}'.{did_you_mean(name, ('full', 'seed'))} Parameters: full, seed."
             )
-        if not value.isdecimal():
-            raise InputError(f"{name} takes a whole number, not {value!r}.")
+        if not re.fullmatch(r"[0-9]{1,20}", value) or int(value) >= 2**64:
+            raise InputError(f"{name} takes a whole number from 0 to 2**64 - 1, not {value!r}.")
     from helpers.kimi_shaped import write_kimi_shaped
 
     folder = resolve(KIMI_SHAPED)

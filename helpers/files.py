@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from helpers.errors import InputError
+
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
@@ -51,6 +53,18 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, data: bytes) -> None:
     with atomic_path(path) as partial:
         partial.write_bytes(data)
+
+
+def refuse_lfs_pointer(path: Path, content: bytes) -> None:
+    """Refuse what Git LFS leaves in a file's place where the file itself was not fetched (https://git-lfs.com/spec).
+
+    ``content`` is the file's, or its first eight bytes.
+    """
+    if content.startswith(b"version "):
+        raise InputError(
+            f"{path.name} of {path.parent.name} is a Git LFS pointer, not the file itself: run `git lfs pull` in that "
+            "folder."
+        )
 
 
 def _umask() -> int:

@@ -21,7 +21,7 @@ from helpers.memory import free_bytes
 from helpers.parameters import Parameters
 from helpers.paths import locate, portable
 from helpers.products import Float32Products
-from helpers.tokenizer import Tokens, has_tokenizer, load_tokenizer
+from helpers.tokenizer import Tokens, first_tokens, has_tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,11 @@ def check_input(parameters: Parameters, ckpt: Checkpoint, dtype: torch.dtype, de
             f"text '{parameters.text}' is named, but the input is random embeddings: set input=text, with a "
             "checkpoint that has a tokenizer, or leave text out."
         )
+    if input_kind(parameters, ckpt) == "random" and parameters.embedding_std * 8 > torch.finfo(dtype).max:
+        raise InputError(
+            f"embedding_std {parameters.embedding_std:g} draws values beyond what {parameters.dtype} holds "
+            f"({torch.finfo(dtype).max:g}): lower embedding_std, or use dtype=bfloat16 or dtype=float32."
+        )
     if input_kind(parameters, ckpt) == "text":
         name, text = read_text(parameters.text)
         _encode(ckpt, name, text, n_tokens)
@@ -128,13 +133,14 @@ def read_text(source: str) -> tuple[str, str]:
         return f"the Python reference's topic '{topic}'", topics[topic]
     path = locate(source)
     if path.is_dir():
-        files = sorted(path.glob("*.txt"))
+        files = sorted(file for file in path.glob("*.txt") if file.is_file())
         if not files:
             raise InputError(f"The folder '{source}' holds no .txt file: name a text file, or text=builtin.")
-        path = files[0]
+        path = locate(str(files[0]))
         source = path.name
     if not path.is_file():
-        raise InputError(f"Text file '{source}' does not exist (looked for {path}): name a text file, or text=builtin.")
+        fault = "is no regular file" if path.exists() else f"does not exist (looked for {path})"
+        raise InputError(f"Text file '{source}' {fault}: name a text file, or text=builtin.")
     try:
         text = path.read_bytes().decode("utf-8")  # line ends as they are: tokens depend on them
     except UnicodeDecodeError as error:
@@ -149,7 +155,10 @@ def text_hidden_states(ckpt: Checkpoint, layer: int, ids: list[int], dtype: torc
 
     Embedding rows, the decoder layers below one after another (read, run, free), and this layer's input norm.
     """
-    rows = ckpt.rows(f"{ckpt.prefix}embed_tokens.weight", ids)
+    name = f"{ckpt.prefix}embed_tokens.weight"
+    rows = ckpt.rows(name, ids)
+    if not rows.isfinite().all():
+        raise InputError(f"'{name}' of {ckpt.name} holds NaN or infinite values: fetch its shard again.")
     hidden_states = rows.to(device=device, dtype=dtype)[None]
     rotary = rotary_embedding(ckpt, device)
     positions = torch.arange(len(ids), device=device)[None]
@@ -168,13 +177,13 @@ def text_hidden_states(ckpt: Checkpoint, layer: int, ids: list[int], dtype: torc
 
 
 def _encode(ckpt: Checkpoint, name: str, text: str, n_tokens: int) -> Tokens:
-    tokens = load_tokenizer(ckpt.folder).encode(text)
+    tokens = first_tokens(load_tokenizer(ckpt.folder), text, n_tokens)
     if len(tokens.ids) < n_tokens:
         raise InputError(
-            f"{name} has {len(tokens.ids)} tokens, and seq_len + continuation asks for {n_tokens}: take a longer text, "
-            "or lower seq_len or continuation."
+            f"{name} has {len(tokens.ids):,} tokens, and seq_len + continuation asks for {n_tokens:,}: take a longer "
+            "text, or lower seq_len or continuation."
         )
-    return Tokens(tokens.ids[:n_tokens], tokens.texts[:n_tokens])
+    return tokens
 
 
 def _sha256(text: str) -> str:

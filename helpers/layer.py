@@ -221,9 +221,11 @@ def skeleton(ckpt: Checkpoint, layer: int) -> Any:
             # sdpa without a mask is causal; eager without one would attend to the future
             decoder = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").get_decoder()
     except Exception as error:  # transformers raises a different type for each kind of model that has no such form
-        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        # a KeyError's text is the key alone
+        reason = f"it doesn't know {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
         raise InputError(
-            f"transformers builds no causal decoder from {ckpt.name} (model type {config.model_type}): {reason}"
+            f"transformers builds no causal decoder from {ckpt.name} (model type {config.model_type}): "
+            f"{reason.splitlines()[0][:200].rstrip('.')}."
         ) from error
     if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
         raise InputError(
@@ -276,7 +278,9 @@ def _match(ckpt: Checkpoint, layer: int, part: str, module: nn.Module) -> LoadRe
     start = f"{ckpt.prefix}layers.{layer}."
     held = {name.removeprefix(start) for name in ckpt.layer_names(layer, part)}
     if not held:
-        raise InputError(f"{ckpt.name} holds no tensor {start}{part}…: a part of the model without layer {layer}.")
+        rest = ckpt.layer_names(layer)
+        why = f"of layer {layer} it holds '{rest[0]}'" if rest else f"a part of the model without layer {layer}"
+        raise InputError(f"{ckpt.name} holds no tensor {start}{part}…: {why}.")
     targets = {part + name: tensor for name, tensor in module.state_dict().items()}
     wanted = {name: _source_shapes(name, tensor, held) for name, tensor in targets.items()}
     expected = {name: shape for shapes in wanted.values() for name, shape in shapes.items()}

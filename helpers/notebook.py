@@ -24,6 +24,11 @@ def say(sentence: str) -> None:
     display(Markdown(sentence))
 
 
+def plain(text: str) -> str:
+    """Return ``text`` so that Markdown and HTML show it as it is: names of files are not ours."""
+    return html.escape(re.sub(r"([\\`*_{}\[\]()#+.!|~$-])", r"\\\1", text))
+
+
 def show_figure(run: Run, name: str, figure: Figure, alt: str) -> None:
     """Save ``figure`` as ``figures/<name>.png`` and ``.svg`` of the run, and show it, ``alt`` in words."""
     svg, png, small_png = io.BytesIO(), io.BytesIO(), io.BytesIO()

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ class Parameters:
     )
     text: str = _field("builtin", "a text file, a folder of .txt files, or builtin (text that Python carries)")
     seq_len: int = _field(256, "tokens that are scored and may be evicted", low=1)
-    continuation: int = _field(64, "further tokens, used only to judge an eviction", low=0)
+    continuation: int = _field(64, "further tokens behind the prompt, in no score", low=0)
     n_sink: int = _field(4, "first tokens, always kept", low=0)
     n_recent: int = _field(32, "last tokens, always kept", low=0)
     budget: int = _field(64, "heavy-hitter slots in the middle", low=0)
@@ -150,11 +151,11 @@ class Parameters:
         for path in sorted([*folder.glob("*.json"), *folder.glob("*.safetensors"), *folder.glob("*.model")]):
             state = path.stat()
             content = path.read_bytes() if state.st_size < 2**24 else f"{state.st_size} {state.st_mtime_ns}".encode()
-            digest.update(path.name.encode() + b"\0" + content)
+            digest.update(os.fsencode(path.name) + b"\0" + content)
         text = locate(self.text)
         for path in sorted(text.glob("*.txt")) if text.is_dir() else [text]:
             if self.text != "builtin" and path.is_file():
-                digest.update(path.name.encode() + b"\0" + path.read_bytes())
+                digest.update(os.fsencode(path.name) + b"\0" + path.read_bytes())
         return digest.hexdigest()
 
     def paths(self) -> list[Path]:
@@ -185,7 +186,7 @@ def _check_value(field: dataclasses.Field[Any], value: Any) -> Any:
     if (high := field.metadata["high"]) is not None and value > high:
         raise InputError(f"{name} must be at most {high}, not {value}.")
     if choices and value not in choices:
-        raise InputError(f"{name} must be one of {', '.join(choices)}, not {value!r}.{did_you_mean(value, choices)}")
+        raise InputError(f"{name} must be one of {', '.join(choices)}, not {value!r}.")
     if name in ("checkpoint", "text") and not value:
         raise InputError(f"{name} is empty: name a file or folder.")
     return float(value) if kind == "float" else value

@@ -39,6 +39,8 @@ def locate(path: str) -> Path:
 
 
 def _expand(path: str) -> Path:
+    if "\0" in path or any("\ud800" <= character <= "\udfff" for character in path):
+        raise InputError(f"The name {path!a} is not UTF-8 text, and artefacts couldn't hold it: rename it.")
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -58,7 +60,9 @@ def scrub(text: str, paths: Iterable[Path]) -> str:
     """
     folders = {path.parent for path in paths} | {project_root(), Path.home(), Path(tempfile.gettempdir()).resolve()}
     for folder in sorted(map(str, folders - {Path("/")}), key=len, reverse=True):
-        text = text.replace(f"{folder}/", "").replace(folder, Path(folder).name)
+        # not inside an HTML tag (</t> of a folder /t), nor the beginning of a longer name
+        found = rf"(?<!<){re.escape(folder)}"
+        text = re.sub(rf"{found}(?!\w|/)", Path(folder).name.replace("\\", r"\\"), re.sub(f"{found}/", "", text))
     return text
 
 

@@ -23,8 +23,13 @@ def run_report(parameters: Parameters, notebooks: list[str]) -> None:
         NotebookError: a notebook failed; the manifest says ``failed`` and why.
     """
     run = Run.of(parameters)
+    with run.locked():
+        _run_locked(run, parameters, notebooks)
+    print(f"Report: {run.folder / INDEX_PAGE}")
+
+
+def _run_locked(run: Run, parameters: Parameters, notebooks: list[str]) -> None:
     try:
-        run.check_folder()
         check(parameters)
         for notebook in notebooks:
             if notebook in NEEDS and MADE_BY[NEEDS[notebook]] not in notebooks:
@@ -48,7 +53,6 @@ def run_report(parameters: Parameters, notebooks: list[str]) -> None:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         run.stop("failed", scrub_message(reason, parameters.paths()))
         raise
-    print(f"Report: {run.folder / INDEX_PAGE}")
 
 
 def check(parameters: Parameters) -> None:

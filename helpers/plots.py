@@ -80,7 +80,7 @@ def score_and_null(score: Scores, null: Scores, title: str) -> Figure:
     axes.plot(
         index, score, "o", color=BLUE, markersize=4, alpha=0.8, label="attention mass of this run", rasterized=many
     )
-    axes.plot(index, null, "--", color=INK, linewidth=1.6, label=NULL_LABEL)
+    axes.plot(index, null, "--", marker=_marker(null), color=INK, linewidth=1.6, label=NULL_LABEL)
     axes.set(xlabel="token index", ylabel="attention mass", title=title)
     _show_all(axes, score, null)
     axes.legend()
@@ -96,7 +96,9 @@ def calibrated_score(score: Scores, null: Scores, title: str) -> Figure:
         ratio, "o", color=ORANGE, markersize=4, alpha=0.8, label="attention mass ÷ null", rasterized=len(score) > MANY
     )
     _plain_log_scale(axes)
-    axes.set_ylim(ratio[ratio > 0].min() / 1.25, ratio.max() * 1.7)  # room for the legend above the points
+    low, high = np.log(ratio[ratio > 0].min()), np.log(ratio.max())
+    room = 0.05 + 0.15 * (high - low)
+    axes.set_ylim(np.exp(low - room), np.exp(high + 0.2 + 0.25 * (high - low)))  # the legend stands above the points
     axes.set(xlabel="token index", ylabel="mass ÷ null", title=title)
     axes.legend(loc="upper right", ncols=2)
     return figure
@@ -106,13 +108,16 @@ def score_by_category(table: pd.DataFrame, null: Scores, title: str) -> Figure:
     """Score against token index, one colour and marker a category; ``table`` is ``eviction.csv``'s."""
     figure, axes = plt.subplots()
     many = len(table) > MANY  # the null then goes above the cloud that would hide it
-    axes.plot(table["token_idx"], null, "--", color=INK, linewidth=1.4, label=NULL_LABEL, zorder=3 if many else 1)
+    axes.plot(
+        table["token_idx"], null, "--", marker=_marker(null), color=INK, linewidth=1.4, label=NULL_LABEL,
+        zorder=3 if many else 1,
+    )  # fmt: skip
     for category, (colour, marker, label) in STYLES.items():
         rows = table[table["category"] == category]
         if len(rows):
             axes.scatter(
                 rows["token_idx"], rows["attention_score"], c=colour, marker=marker, s=26, edgecolor="white",
-                linewidth=0 if many else 0.4, label=f"{label}: {len(rows)}", zorder=2, rasterized=many,
+                linewidth=0 if many else 0.4, label=f"{label}: {len(rows):,}", zorder=2, rasterized=many,
             )  # fmt: skip
     axes.set(xlabel="token index", ylabel="attention mass", title=title)
     _show_all(axes, table["attention_score"], null)
@@ -124,14 +129,19 @@ def sorted_scores(score: Scores, null: Scores, budget: int, n_protected: int, ti
     """Scores from the highest to the lowest, this run's and the null's, on a logarithmic scale."""
     figure, axes = plt.subplots()
     rank = np.arange(1, len(score) + 1)
-    axes.plot(rank, np.sort(score)[::-1], color=ORANGE, linewidth=2.2, label="this run")
-    axes.plot(rank, np.sort(null)[::-1], "--", color=INK, linewidth=1.6, label=NULL_LABEL)
+    axes.plot(rank, np.sort(score)[::-1], marker=_marker(score), color=ORANGE, linewidth=2.2, label="this run")
+    axes.plot(rank, np.sort(null)[::-1], "--", marker=_marker(null), color=INK, linewidth=1.6, label=NULL_LABEL)
     kept = min(budget + n_protected, len(score))
-    axes.axvline(kept, color=BLUE, linewidth=1.2, linestyle=":", label=f"tokens that fit the cache: {kept}")
+    axes.axvline(kept, color=BLUE, linewidth=1.2, linestyle=":", label=f"tokens that fit the cache: {kept:,}")
     _plain_log_scale(axes)
     axes.set(xlabel="rank", ylabel="attention mass", title=title)
     axes.legend()
     return figure
+
+
+def _marker(values: Scores) -> str:
+    """A line of a single token is a cross: it would not show otherwise."""
+    return "x" if len(values) == 1 else ""
 
 
 def _show_all(axes: Axes, score: Scores | pd.Series, null: Scores) -> None:
@@ -147,5 +157,5 @@ def _plain_log_scale(axes: Axes) -> None:
     """A logarithmic y axis whose ticks read 0.5, 1, 2, 10, not powers of ten."""
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -35,39 +36,56 @@ def execute(parameters: Parameters, values: dict[str, Any], notebook: str) -> nb
         InputError: the notebook refused its input.
         NotebookError: it failed otherwise, or its kernel died.
     """
-    try:
-        executed = papermill.execute_notebook(
+    # In a thread of its own, where nbclient can't take the handlers of signals away from the command line.
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        execution = thread.submit(
+            papermill.execute_notebook,
             project_root() / "notebooks" / f"{notebook}.ipynb",
             None,
             parameters=values,
             kernel_name="python3",
             cwd=Path.cwd(),  # relative paths mean the same there as here
             coalesce_streams=True,  # of a progress line that rewrites itself, the end is kept
-            extra_arguments=["--IPKernelApp.log_level=40"],  # no advice about transports between the progress bars
+            # no advice about transports between the progress bars, nor the interrupt that every kernel ends with
+            extra_arguments=["--IPKernelApp.log_level=50"],
             progress_bar={
                 "desc": notebook,
                 "bar_format": "{desc}: {percentage:3.0f}%|{bar:30}| {n_fmt}/{total_fmt} cells",
             },
         )
-    except PapermillExecutionError as error:
-        if error.ename == InputError.__name__:
-            raise InputError(error.evalue) from None
-        raise NotebookError(f"{notebook} failed with {error.ename}: {error.evalue}\n{error}") from None
-    except KeyboardInterrupt:
-        _end_kernels()
-        raise
-    except DeadKernelError:
-        raise NotebookError(
-            f"The kernel of {notebook} died, most likely for lack of memory: lower seq_len, or free memory."
-        ) from None
-    scrubbed: nbformat.NotebookNode = nbformat.from_dict(
-        json.loads(scrub(json.dumps(executed, ensure_ascii=False), parameters.paths()))
-    )
+        try:
+            executed = execution.result()
+        except PapermillExecutionError as error:
+            if error.ename == InputError.__name__:
+                raise InputError(error.evalue) from None
+            if error.ename in ("MemoryError", "OutOfMemoryError") or "can't allocate memory" in error.evalue:
+                raise NotebookError(f"{notebook} ran out of memory: lower seq_len, or free memory.") from None
+            raise NotebookError(f"{notebook} failed with {error.ename}: {error.evalue}\n{error}") from None
+        except DeadKernelError:
+            raise NotebookError(
+                f"The kernel of {notebook} died, most likely for lack of memory: lower seq_len, or free memory."
+            ) from None
+        except KeyboardInterrupt:
+            while not execution.done():  # the kernel may be about to start only now
+                _end_kernels()
+                wait([execution], timeout=0.2)
+            raise
+    scrubbed: nbformat.NotebookNode = nbformat.from_dict(_scrub_texts(executed, parameters.paths()))
     return scrubbed
 
 
+def _scrub_texts(value: Any, paths: list[Path]) -> Any:
+    """Scrub every text of a notebook; a picture in base64 can hold the letters of a short folder by chance."""
+    if isinstance(value, dict):
+        pictures = {key: part for key, part in value.items() if key == "image/png" and isinstance(part, str)}
+        return {key: _scrub_texts(part, paths) for key, part in value.items()} | pictures
+    if isinstance(value, list):
+        return [_scrub_texts(part, paths) for part in value]
+    return scrub(value, paths) if isinstance(value, str) else value
+
+
 def _end_kernels() -> None:
-    """End the kernels of this process: papermill leaves a busy one running when it is interrupted."""
+    """End the kernels of this process: without its kernel, papermill ends too."""
     kernels = [child for child in psutil.Process().children() if _is_kernel(child)]
     for kernel in kernels:
         kernel.kill()

@@ -6,20 +6,23 @@ A run folder holds ``manifest.json``, the tables, ``figures/`` and the reports. 
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import platform
 import re
 import resource
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from helpers.errors import InputError
@@ -48,6 +51,7 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.step = ""  # the notebook whose artefacts are being written
+        self.started = 0.0  # when it was
 
     @classmethod
     def of(cls, parameters: Parameters) -> Run:
@@ -111,8 +115,39 @@ class Run:
         """Refuse a folder with files of somebody else's in it, before anything is written there."""
         if not self._above.is_dir():
             raise InputError(f"run_dir '{self.name}' lies below {self._above.name}, which is a file: name another one.")
-        if self.folder.is_file() or (self.folder.is_dir() and any(self.folder.iterdir()) and not self.manifest):
+        if self.folder.exists() and not self.folder.is_dir():
+            raise InputError(f"run_dir '{self.name}' is a file, not a folder: name another one.")
+        if self.folder.is_dir() and any(self.folder.iterdir()) and not self.manifest:
             raise InputError(f"run_dir '{self.name}' is not a run folder, and not empty: name another one.")
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep the folder to this process; it is made if need be.
+
+        Raises:
+            InputError: another process runs in it, or it can't be made.
+        """
+        self.check_folder()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.folder, os.O_RDONLY)
+        except OSError as error:
+            raise InputError(f"run_dir '{self.name}' can't be used ({error.strerror}): name another one.") from None
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise InputError(
+                f"{self.name} is being run by another process: wait for it, or name another run_dir."
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        try:
+            yield
+        finally:
+            os.close(handle)  # which unlocks it
+            with suppress(OSError):
+                self.folder.rmdir()  # where nothing was written
 
     def stop(self, status: str, error: str) -> None:
         """Record that the run ended early: ``failed`` or ``interrupted``, with the reason."""
@@ -123,12 +158,10 @@ class Run:
         self.update(status=status, error=error, steps=steps)
 
     def refuse(self, parameters: dict[str, Any], error: str) -> None:
-        """Record a start that was refused as ``failed``; a complete run or somebody else's folder is left alone."""
+        """Record a start that was refused as ``failed``; a complete run is left alone."""
         manifest = self.manifest
-        files = self.folder.is_file() or (self.folder.is_dir() and any(self.folder.iterdir()))
-        if manifest.get("status") == "complete" or (files and not manifest) or not self._above.is_dir():
+        if manifest.get("status") == "complete":
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
         # where an earlier start left results, the parameters stay theirs
         self.update(status="failed", error=error, **({} if "steps" in manifest else {"parameters": parameters}))
 
@@ -170,8 +203,8 @@ class Run:
         return self._find(NEEDS[step], parameters)
 
     def start_step(self, step: str) -> None:
-        self.step = step
-        steps = self.manifest["steps"] | {step: {"status": "running", "started": time.time()}}
+        self.step, self.started = step, time.time()
+        steps = self.manifest["steps"] | {step: {"status": "running", "started": self.started}}
         self.update(status="running", steps=steps, error=None)
 
     def finish_step(self) -> None:
@@ -179,7 +212,7 @@ class Run:
         steps = self.manifest["steps"]
         steps[self.step] = {
             "status": "complete",
-            "seconds": round(time.time() - steps[self.step]["started"], 2),
+            "seconds": round(time.time() - self.started, 2),
             "peak_memory_bytes": peak_memory_bytes(),
         }
         if torch.cuda.is_available():
@@ -210,7 +243,7 @@ class Run:
         """
         path = self._captures / f"{digest}.safetensors"
         seconds = None
-        if not path.exists():
+        if not _is_whole(path):
             started = time.perf_counter()
             statistics = compute()
             seconds = time.perf_counter() - started
@@ -220,8 +253,15 @@ class Run:
         return self.load_capture()[0], seconds
 
     def load_capture(self) -> tuple[dict[str, torch.Tensor], list[str] | None]:
-        """Return what :meth:`capture_once` stored: the statistics by name, and the tokens' texts."""
-        with safe_open(self._captures / f"{self.manifest['capture']['digest']}.safetensors", framework="pt") as file:
+        """Return what :meth:`capture_once` stored: the statistics by name, and the tokens' texts.
+
+        Raises:
+            InputError: the file is damaged.
+        """
+        path = self._captures / f"{self.manifest['capture']['digest']}.safetensors"
+        if not _is_whole(path):
+            raise InputError(f"{path.parent.name}/{path.name} is damaged: run notebooks/{FIRST}.ipynb again.")
+        with safe_open(path, framework="pt") as file:
             statistics = {name: file.get_tensor(name) for name in list(file.keys())}
             return statistics, json.loads(file.metadata()["tokens"])
 
@@ -268,6 +308,15 @@ class Run:
             with atomic_path(self.path(artefact)) as partial:
                 shutil.copyfile(other.folder / artefact, partial)
         self.update(**{name: other.manifest[name] for name in ADOPTED})
+
+
+def _is_whole(capture: Path) -> bool:
+    """Whether a stored capture is there and can be read: its header tells the length that the file must have."""
+    try:
+        with safe_open(capture, framework="pt") as file:
+            return "tokens" in (file.metadata() or {})
+    except (OSError, SafetensorError):
+        return False
 
 
 def peak_memory_bytes() -> int:

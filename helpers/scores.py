@@ -32,10 +32,13 @@ def uniform_causal_null(seq_len: int, n_heads: int) -> Scores:
     return null
 
 
-def squared_correlation(score: Scores, null: Scores) -> float:
-    """Share of the score's variance that the null explains (squared Pearson correlation); NaN if either is constant."""
-    if len(score) < 2 or np.ptp(score) == 0 or np.ptp(null) == 0:
-        return float("nan")
+def squared_correlation(score: Scores, null: Scores) -> float | None:
+    """Share of the score's variance that the null explains (squared Pearson correlation).
+
+    None if either is constant, or there are fewer than three tokens, which any line fits.
+    """
+    if len(score) < 3 or np.ptp(score) == 0 or np.ptp(null) == 0:
+        return None
     return float(np.corrcoef(score, null)[0, 1] ** 2)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pandas as pd
@@ -33,6 +32,7 @@ def summarise(parameters: Parameters, manifest: dict[str, Any], score: Scores, n
     """
     checkpoint = manifest["checkpoint"]
     n_sink, n_recent, budget = parameters.n_sink, parameters.n_recent, parameters.budget
+    middle = slice(n_sink, len(score) - n_recent)
     config = (
         f"layer={parameters.layer} seq_len={len(score)} n_sink={n_sink} n_recent={n_recent} budget={budget} "
         f"dtype={parameters.dtype}"
@@ -54,23 +54,25 @@ def summarise(parameters: Parameters, manifest: dict[str, Any], score: Scores, n
         "run": describe_eviction(score, evict(score, n_sink, n_recent, budget)),
         "null": describe_eviction(null, evict(null, n_sink, n_recent, budget)),
         "published": {"source": published.SOURCE, **published.FIGURES},
-        "squared_correlation_with_null": _or_none(squared_correlation(score, null)),
+        "squared_correlation_with_null": squared_correlation(score, null),
+        "squared_correlation_with_null_in_the_middle": squared_correlation(score[middle], null[middle]),
     }
 
 
 def comparison(summary: dict[str, Any]) -> pd.DataFrame:
-    """One row a figure: published, this run, the null, and the null as a share of this run (how much it explains)."""
+    """One row a figure: published, this run, the null, and the null divided by this run."""
     rows = []
     for key, name in NAMES.items():
         published_value, run, null = (_single(summary[column].get(key)) for column in ("published", "run", "null"))
-        # that the null keeps the earliest is its definition, not an explanation
-        share = f"{null / run:.0%}" if run and null is not None and key != "heavy_among_earliest" else "–"
-        rows.append([name, _number(published_value), _number(run), _number(null), share])
+        # that the null keeps the earliest is its definition, not a finding
+        ratio = null / run if run and null is not None and key != "heavy_among_earliest" else None
+        shown = "not reported" if published_value is None else number(published_value)
+        rows.append([name, shown, number(run), number(null), number(ratio)])
     for category in ("sink", "recent", "heavy", "evicted", "kept"):
         cells = []
         for column in ("published", "run", "null"):
             count, part = summary[column]["counts"][category], summary[column]["shares"][category]
-            cells.append(f"{count} ({part:.1%})")
+            cells.append(f"{count:,} ({part:.1%})")
         rows.append([f"tokens: {category}", *cells, "–"])
     return pd.DataFrame(rows, columns=["figure", "published demo", "this run", "null", "null ÷ this run"])
 
@@ -80,10 +82,10 @@ def headline(summary: dict[str, Any]) -> str:
     counts, shares = summary["run"]["counts"], summary["run"]["shares"]
     n_tokens = counts["kept"] + counts["evicted"]
     if not counts["evicted"]:
-        return f"The middle has no more tokens than the budget: all {n_tokens} tokens are kept, nothing is evicted."
+        return f"The middle has no more tokens than the budget: all {n_tokens:,} tokens are kept, nothing is evicted."
     return (
-        f"H2O keeps {counts['kept']} of {n_tokens} tokens ({shares['kept']:.1%}: {counts['sink']} sinks, "
-        f"{counts['recent']} recents, {counts['heavy']} heavy hitters) and evicts {counts['evicted']} "
+        f"H2O keeps {counts['kept']:,} of {n_tokens:,} tokens ({shares['kept']:.1%}: {counts['sink']:,} sinks, "
+        f"{counts['recent']:,} recents, {counts['heavy']:,} heavy hitters) and evicts {counts['evicted']:,} "
         f"({shares['evicted']:.1%})."
     )
 
@@ -92,35 +94,37 @@ def claim(summary: dict[str, Any]) -> str:
     """The title of the figure: what was kept, and how much of that is only being early."""
     counts = summary["run"]["counts"]
     if not counts["evicted"]:
-        return f"All {counts['kept']} tokens fit: nothing is evicted"
-    kept = f"H2O keeps {counts['kept']} of {counts['kept'] + counts['evicted']} tokens"
+        return f"All {counts['kept']:,} tokens fit: nothing is evicted"
+    kept = f"H2O keeps {counts['kept']:,} of {counts['kept'] + counts['evicted']:,} tokens"
     if not counts["heavy"]:
         return f"{kept}, none of them for its score"
     early, heavy = summary["run"]["heavy_among_earliest"], counts["heavy"]
-    return f"{kept}; {early} of {heavy} heavy hitters are among the {heavy} earliest"
+    return f"{kept}; {early:,} of {heavy:,} heavy hitters are among the {heavy:,} earliest"
 
 
 def explained(summary: dict[str, Any]) -> str:
     """How much of the result needs no weights at all, in one or two sentences."""
     run, null = summary["run"], summary["null"]
-    r2 = summary["squared_correlation_with_null"]
+    r2, among = summary["squared_correlation_with_null"], summary["squared_correlation_with_null_in_the_middle"]
     sentences = []
     if r2 is not None:
         sentences.append(
-            f"A token's position alone, the uniform-causal null, explains {r2:.1%} of the scores' variance."
+            f"A token's position alone, the uniform-causal null, explains {r2:.1%} of the scores' variance"
+            + ("." if among is None else f" ({among:.1%} among the tokens of the middle, which may be evicted).")
         )
     if run["counts"]["heavy"] and run["counts"]["evicted"]:
         heavy, middle = run["counts"]["heavy"], run["counts"]["heavy"] + run["counts"]["evicted"]
         sentences.append(
-            f"Of the {heavy} heavy hitters, {run['heavy_among_earliest']} are among the {heavy} earliest tokens of the "
-            f"middle, which the null would keep (by chance {heavy * heavy / middle:.0f} would be); heavy hitters have "
-            f"{run['heavy_to_evicted']:.2f} times the mean score of evicted tokens, where the null, which knows no "
-            f"weights, gives {null['heavy_to_evicted']:.2f}."
+            f"Of the {heavy:,} heavy hitters, {run['heavy_among_earliest']:,} are among the {heavy:,} earliest tokens "
+            f"of the middle, which the null would keep (by chance {heavy * heavy / middle:,.0f} would be); heavy "
+            f"hitters have {run['heavy_to_evicted']:.2f} times the mean score of evicted tokens, where the null, which "
+            f"knows no weights, gives {null['heavy_to_evicted']:.2f}."
         )
     if {key: summary["geometry"][key] for key in published.GEOMETRY} != published.GEOMETRY:
         geometry = ", ".join(f"{name} {value}" for name, value in published.GEOMETRY.items())
         sentences.append(
-            f"The published demo had another geometry ({geometry}), so of its figures only ratios compare."
+            f"The published demo had another geometry ({geometry}), so its figures don't compare with these; the "
+            "null's, made for this run's geometry, do."
         )
     if summary["weights"].startswith("RANDOM"):
         sentences.append("The weights of this run are random: its figures say nothing about a trained model.")
@@ -134,11 +138,10 @@ def _single(value: Any) -> float | None:
     return value
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """How a figure reads: thousands apart, three digits or more of what is small; a dash for none."""
     if value is None:
-        return "not reported"
-    return str(value) if isinstance(value, int) else f"{value:.3f}" if abs(value) < 10 else f"{value:.2f}"
-
-
-def _or_none(value: float) -> float | None:
-    return None if math.isnan(value) else value
+        return "–"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.3g}" if abs(value) < 0.1 else f"{value:.3f}" if abs(value) < 10 else f"{value:,.2f}"

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from helpers.runs import Run
+from helpers.errors import InputError
+from helpers.runs import MADE_BY, Run
 from helpers.scores import Scores
 
 
@@ -38,9 +39,24 @@ def score_table(score: Scores, null: Scores, tokens: list[str] | None) -> pd.Dat
     )
 
 
-def read_scores(path: Path) -> pd.DataFrame:
-    """Read ``scores.csv``; a token such as ``NA`` or ``null`` stays text."""
-    return pd.read_csv(path, keep_default_na=False, dtype={"token": str}, lineterminator="\n")
+def read_scores(path: Path, seq_len: int) -> pd.DataFrame:
+    """Read ``scores.csv`` of ``seq_len`` tokens; a token such as ``NA`` or ``null`` stays text.
+
+    Raises:
+        InputError: the file was cut or changed: it hasn't a row of numbers for each token.
+    """
+    try:
+        table = pd.read_csv(path, keep_default_na=False, dtype={"token": str}, lineterminator="\n")
+        numbers = table[["attention_score", "null_score"]].astype(float)
+        whole = list(table["token_idx"]) == list(range(seq_len)) and bool(np.isfinite(numbers).all(axis=None))
+    except (ValueError, KeyError):
+        whole = False
+    if not whole:
+        raise InputError(
+            f"{path.name} of {path.parent.name} is damaged, it hasn't a row of numbers for each of {seq_len:,} tokens: "
+            f"run notebooks/{MADE_BY['scores.csv']}.ipynb again."
+        )
+    return table
 
 
 def eviction_table(score: Scores, categories: list[str]) -> pd.DataFrame:
@@ -61,10 +77,10 @@ def highest_scores(score: Scores, null: Scores, tokens: list[str] | None, n: int
     return pd.DataFrame(
         {
             "token index": top,
-            **({"token": [repr(tokens[i]) for i in top]} if tokens is not None else {}),
-            "score": [f"{score[i]:.2f}" for i in top],
-            "null": [f"{null[i]:.2f}" for i in top],
-            "score ÷ null": [f"{score[i] / null[i]:.2f}" for i in top],
+            **({"token": [quoted(tokens[i]) for i in top]} if tokens is not None else {}),
+            "score": [f"{score[i]:,.2f}" for i in top],
+            "null": [f"{null[i]:,.2f}" for i in top],
+            "score ÷ null": [f"{score[i] / null[i]:,.2f}" for i in top],
         }
     )
 
@@ -76,7 +92,13 @@ def heavy_hitters(summary: dict[str, Any], scores: pd.DataFrame) -> pd.DataFrame
     return pd.DataFrame(
         {
             "token index": [row["token_idx"] for row in top],
-            **({"token": [repr(token) for token in tokens]} if any(tokens) else {}),
-            "score": [f"{row['attention_score']:.2f}" for row in top],
+            **({"token": [quoted(token) for token in tokens]} if any(tokens) else {}),
+            "score": [f"{row['attention_score']:,.2f}" for row in top],
         }
     )
+
+
+def quoted(token: str) -> str:
+    r"""A token's text in quotes, so that blanks show, with what can't be printed as ``\n`` or ``\u200b``."""
+    shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in token)
+    return f"'{''.join(shown)}'"

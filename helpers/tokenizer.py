@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as HuggingFaceTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from helpers.errors import InputError
+from helpers.files import refuse_lfs_pointer
 
 TOKENIZER_JSON = "tokenizer.json"
 TIKTOKEN_MODEL = "tiktoken.model"
@@ -40,6 +41,8 @@ KIMI_PATTERN = "|".join(
 
 # Kimi's own tokenizer cuts runs of space, or of anything else, at this length: the pattern's engine overflows on them.
 LONGEST_RUN = 25_000
+CHARACTERS_A_TOKEN = 16  # more than nearly all tokens have
+SHORT = 2**16  # characters that are encoded at once without a thought
 # how byte-level tokenizers write each byte as a printable character (GPT-2's alphabet)
 BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 
@@ -77,12 +80,29 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     )
 
 
+def first_tokens(tokenizer: Tokenizer, text: str, n: int) -> Tokens:
+    """Return the first ``n`` tokens of ``text``, fewer if it has no more, without reading all of a long text.
+
+    Tokens depend on what follows them only as far as a word reaches, so a beginning of the text is read that is doubled
+    until the one before gave the same tokens.
+    """
+    tokens, length = Tokens([], []), max(n * CHARACTERS_A_TOKEN, SHORT)
+    while True:
+        shorter, tokens = tokens, tokenizer.encode(text[:length])
+        settled = len(shorter.ids) > n and shorter.ids[:n] == tokens.ids[:n]
+        if settled or length >= len(text):
+            return Tokens(tokens.ids[:n], tokens.texts[:n])
+        length *= 2
+
+
 class _JsonTokenizer:
     """``tokenizer.json``, read by the tokenizers library."""
 
     def __init__(self, path: Path) -> None:
+        content = path.read_bytes()
+        refuse_lfs_pointer(path, content)
         try:
-            self.tokenizer = HuggingFaceTokenizer.from_file(str(path))
+            self.tokenizer = HuggingFaceTokenizer.from_buffer(content)
         except Exception as error:  # the library raises bare Exception
             raise InputError(f"{path.name} of {path.parent.name} can't be read ({error}): fetch it again.") from error
         self.tokenizer.encode_special_tokens = True
@@ -105,8 +125,10 @@ class _KimiTokenizer:
     """``tiktoken.model``: a base64 token and its rank a line."""
 
     def __init__(self, path: Path) -> None:
+        content = path.read_bytes()
+        refuse_lfs_pointer(path, content)
         try:
-            pairs = (line.split() for line in path.read_bytes().splitlines() if line)
+            pairs = (line.split() for line in content.splitlines() if line)
             ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
             if sorted(ranks.values()) != list(range(len(ranks))) or len(ranks) < 256:
                 raise ValueError(f"{len(ranks)} tokens don't have the ranks 0 to {len(ranks) - 1}")

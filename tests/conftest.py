@@ -222,7 +222,7 @@ def small_report(tmp_path_factory: pytest.TempPathFactory, mla_model: torch.nn.M
     tokenizer.save(str(checkpoint / "tokenizer.json"))
     # the script tag stands at every other place among the first 16, so it is sure to be among the highest scores
     ids = [0 if i % 2 == 0 and i < 16 else (i * 7) % len(PIECES) for i in range(64)]
-    text = home / "texts" / "held <mark> out.txt"
+    text = home / "texts" / "held <mark> _out_ *of* [it] $x$ `&amp;`.txt"
     text.parent.mkdir()
     text.write_text("|".join(PIECES[i] for i in ids))
     folder = home / "runs" / "small-report"

@@ -38,11 +38,12 @@ def no_kernel(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a kernel was started")
 
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     if "real_kernel" not in request.fixturenames:
         monkeypatch.setattr(papermill, "execute_notebook", refuse)
     yield
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -147,6 +148,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "an empty shard": (lambda c: cut(c, lambda _: 0), ["model-0000", "is cut short (0 bytes)"]),
     "a Git LFS pointer": (
         lambda c: shard(c).write_text(LFS_POINTER), ["model-0000", "Git LFS pointer", "git lfs pull"]),
+    "a Git LFS pointer for the config": (
+        lambda c: (c / "config.json").write_text(LFS_POINTER), ["config.json of small-kimi", "Git LFS pointer"]),
+    "a Git LFS pointer for the index": (
+        lambda c: (c / "model.safetensors.index.json").write_text(LFS_POINTER), ["index.json", "Git LFS pointer"]),
+    "no layers": (lambda c: reconfigure(c, num_hidden_layers=0), ["num_hidden_layers as 0", "a whole number from 1"]),
+    "no heads": (lambda c: reconfigure(c, num_attention_heads=0), ["num_attention_heads as 0"]),
+    "an unknown activation": (lambda c: reconfigure(c, hidden_act="foo"), ["builds no causal decoder", "know 'foo'"]),
     "a web page for a shard": (lambda c: shard(c).write_text("<!doctype html>" * 9), ["is not a safetensors file"]),
     "a shard with a header that is no JSON": (
         lambda c: shard(c).write_bytes(struct.pack("<Q", 4) + b"nope"), ["unreadable header"]),
@@ -236,7 +244,8 @@ def text_checkpoint(mla_checkpoint: Path) -> Path:
         (["seq_len=64", "n_sink=40", "n_recent=40"], ["n_sink 40", "n_recent 40", "seq_len 64"]),
         (["dtype=float8"], ["dtype must be one of bfloat16, float16, float32"]),
         (["input=both"], ["input must be one of auto, random, text"]),
-        (["device=tpu"], ["device must be one of auto, cpu, cuda"]),
+        (["device=gpu"], ["device must be one of auto, cpu, cuda, not 'gpu'."]),
+        (["input=random", "dtype=float16", "embedding_std=9000"], ["embedding_std 9000", "float16", "lower"]),
         (["notebooks=09"], ["There is no notebook '09'", "01,02,03"]),
         (["notebooks=01,"], ["There is no notebook ''"]),
         (["notebooks=1"], ["There is no notebook '1'", "01,02,03"]),
@@ -246,6 +255,8 @@ def text_checkpoint(mla_checkpoint: Path) -> Path:
         (["input=text", "text=TEXTS/blank.txt"], ["Text file", "blank.txt", "is empty"]),
         (["input=text", "text=TEXTS/latin.txt"], ["Text file", "latin.txt", "is not UTF-8", "byte 3"]),
         (["input=text", "text=TEXTS/no-texts"], ["no-texts", "holds no .txt file"]),
+        (["input=text", "text=/dev/null"], ["'/dev/null' is no regular file"]),
+        (["checkpoint=TEXTS/latin.txt"], ["latin.txt' is a file, not a folder"]),
         (["input=text", "text=TEXTS/short.txt"], ["short.txt has 3 tokens", "asks for 320"]),
         (["text="], ["text is empty"]),
         (["checkpoint="], ["checkpoint is empty"]),
@@ -334,8 +345,10 @@ def test_a_path_through_a_link_is_not_kept(
         (["report", "--layer=3"], ["--layer=3"]),
         (["report", "--hel"], ["--hel"]),
         (["checkpoint-kimi-shaped", "sed=3"], ["Unknown parameter 'sed'", "Did you mean 'seed'?"]),
-        (["checkpoint-kimi-shaped", "seed=-3"], ["seed takes a whole number, not '-3'"]),
-        (["checkpoint-kimi-shaped", "full=yes"], ["full takes a whole number, not 'yes'"]),
+        (["checkpoint-kimi-shaped", "seed=-3"], ["seed takes a whole number", "not '-3'"]),
+        (["checkpoint-kimi-shaped", f"seed={2**64}"], ["seed takes a whole number from 0 to 2**64 - 1"]),
+        (["checkpoint-kimi-shaped", "seed=" + "9" * 5000], ["seed takes a whole number from 0 to 2**64 - 1"]),
+        (["checkpoint-kimi-shaped", "full=yes"], ["full takes a whole number", "not 'yes'"]),
         (["checkpoint-smollm2", "seed=3"], ["Unknown parameter 'seed'", "checkpoint-smollm2 takes none"]),
     ],
     ids=lambda value: " ".join(value),
@@ -460,6 +473,22 @@ def test_later_notebooks_alone_are_refused_without_a_capture_before_a_kernel_sta
     assert NOTEBOOK in message
 
 
+# -- parameters that stand where they are not read
+
+
+def test_a_parameter_in_the_shell_s_environment_of_make_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SEQ_LEN=0 make report looks right, and nothing reads it; make itself exports what was written behind it."""
+    monkeypatch.setenv("MAKELEVEL", "1")
+    monkeypatch.setenv("SEQ_LEN", "0")
+    monkeypatch.setenv("LAYER", "99")
+    assert main(["report", "layer=99", "checkpoint=no-such"]) == 1
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("Note: SEQ_LEN is a variable of the shell, which is not read: write it behind")
+    assert second.startswith("Error: Checkpoint folder 'no-such'")
+
+
 # -- the real thing
 
 
@@ -471,6 +500,21 @@ def test_the_command_ends_with_status_1_from_any_folder(tmp_path: Path) -> None:
     assert result.stderr.startswith("Error: Unknown parameter 'seq_lenn'. Did you mean 'seq_len'?")
     assert result.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_python_without_the_packages_says_which_one_has_them(tmp_path: Path) -> None:
+    """As from the system's own Python, outside the environment."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')"
+    )
+    command = [sys.executable, "-m", "helpers", "report", "seq_len=3", "n_recent=0", "n_sink=0"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    (sentence,) = result.stderr.splitlines()
+    assert sentence.startswith("Error: torch is not installed for this Python")
+    assert "make report" in sentence
 
 
 @pytest.mark.usefixtures("real_kernel")

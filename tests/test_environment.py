@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -78,6 +79,63 @@ def test_a_python_that_will_not_do_gets_one_sentence(tmp_path: Path, python: str
     (sentence,) = result.stdout.splitlines()
     assert remedy in sentence
     assert not (tmp_path / ".venv").exists()
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project whose environment is made, and whose Python only prints the words it is given."""
+    for name in ("Makefile", "requirements.txt", "requirements-test.txt", "pyproject.toml"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    for name in ("python", "jupyter"):
+        fake = tmp_path / ".venv" / "bin" / name
+        fake.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
+        fake.chmod(0o755)
+    for name in ("installed", "installed-tests"):
+        (tmp_path / ".venv" / name).touch()
+    return tmp_path
+
+
+def make(project: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    return subprocess.run(["make", *words], cwd=project, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "doc (1).txt",
+        "it's",
+        "a&b",
+        "a;b",
+        "`id`",
+        "$(HOME)",
+        "$HOME",
+        "a > b",
+        '"',
+        "\\",
+        "*",
+        "#",
+        "é",
+        "=",
+        "a  b",
+        "",
+    ],
+)
+def test_make_hands_every_value_on_as_it_is(project: Path, value: str) -> None:
+    result = make(project, "report", "CHECKPOINT=x", f"TEXT={value}", "layer=3")
+    assert result.returncode == 0, result.stderr
+    words = json.loads(result.stdout)
+    assert words[:3] == ["-m", "helpers", "report"]
+    assert sorted(words[3:]) == sorted(["CHECKPOINT=x", f"TEXT={value}", "layer=3"])
+
+
+@pytest.mark.parametrize("target", ["test", "lab", "bench"])
+def test_a_target_that_takes_no_parameters_says_so(project: Path, target: str) -> None:
+    result = make(project, target, "LAYER=3")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert f"make {target} takes no parameters, and got LAYER" in result.stderr
+    assert make(project, target).returncode == 0
 
 
 def test_code_and_notebooks_are_formatted_linted_and_typed() -> None:

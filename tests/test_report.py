@@ -166,6 +166,9 @@ def test_the_summary_says_what_was_run_and_how_much_position_explains(
     attention = mla_model.get_decoder().layers[LAYER].self_attn
     assert summary["parameter_count"] == sum(tensor.numel() for tensor in attention.state_dict().values())
     assert summary["squared_correlation_with_null"] == pytest.approx(statistics.correlation(scores, null) ** 2)
+    middle = slice(N_SINK, SEQ_LEN - N_RECENT)
+    among = statistics.correlation(scores[middle], null[middle]) ** 2
+    assert summary["squared_correlation_with_null_in_the_middle"] == pytest.approx(among)
     assert summary["weights"] == "RANDOM weights of a small model"
 
 
@@ -437,8 +440,7 @@ def test_the_front_page_shows_the_figures_of_the_summary(
 
     run, even = figures_of(scores), figures_of(null)
     for label, key in (("score, maximum", "score_max"), ("mean of evicted", "evicted_mean")):
-        share = f"{even[key] / run[key]:.0%}"
-        assert rows[label][1:] == [shown(run[key]), shown(even[key]), share]
+        assert rows[label][1:] == [shown(run[key]), shown(even[key]), shown(even[key] / run[key])]
     assert rows["heavy ÷ evicted"][:2] == ["3.660", shown(run["heavy_to_evicted"])]
     assert rows["tokens: kept"][:3] == ["100 (39.1%)", "24 (50.0%)", "24 (50.0%)"]
     assert "H2O keeps 24 of 48 tokens (50.0%: 4 sinks, 8 recents, 12 heavy hitters) and evicts 24 (50.0%)." in source

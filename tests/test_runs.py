@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import papermill
@@ -21,6 +21,7 @@ import psutil
 import pytest
 import torch
 from nbclient.exceptions import DeadKernelError
+from papermill.exceptions import PapermillExecutionError
 
 import helpers.reports
 from helpers.cli import main
@@ -249,9 +250,15 @@ def test_a_folder_with_files_of_somebody_else_is_refused_and_left_alone(paramete
 def test_a_file_in_the_place_of_a_run_folder_is_refused_and_left_alone(parameters: Parameters) -> None:
     Path(parameters.run_dir).parent.mkdir()
     Path(parameters.run_dir).write_text("mine")
-    with pytest.raises(InputError, match="is not a run folder"):
+    with pytest.raises(InputError, match="is a file, not a folder"):
         Run.of(parameters).begin(parameters, [FIRST])
     assert Path(parameters.run_dir).read_text() == "mine"
+
+
+@pytest.mark.parametrize("folder", ["/dev/null", "/tmp/../dev/null", "/proc/no-such"])
+def test_a_place_where_no_folder_can_be_is_refused_by_name(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", f"run_dir={folder}"]) == 1
+    assert re.match(r"Error: run_dir '(null|no-such)' .*: name another one\.\n", capsys.readouterr().err)
 
 
 def test_an_empty_folder_may_become_a_run_s(parameters: Parameters) -> None:
@@ -449,6 +456,45 @@ def test_a_capture_that_fails_leaves_no_file(parameters: Parameters) -> None:
     assert "capture" not in run.manifest
 
 
+@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b[:5], lambda _: b"", lambda b: b"{" * len(b)])
+def test_a_damaged_capture_is_computed_again_and_never_read(
+    parameters: Parameters, damage: Callable[[bytes], bytes]
+) -> None:
+    run = capture(parameters, "d1", 1.0)
+    path = run.folder.parent / "captures" / "d1.safetensors"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(InputError, match=rf"captures/d1\.safetensors is damaged: run notebooks/{FIRST}\.ipynb again"):
+        run.load_capture()
+    again = capture(parameters, "d1", 2.0)
+    assert again.load_capture()[0]["mass"].unique().tolist() == [2.0]
+
+
+# -- two at once
+
+
+def test_a_run_that_another_process_runs_is_refused_and_left_alone(
+    words: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A lock belongs to an open file, so a second one in this process stands for another process."""
+    run = Run.of(Parameters.check(words))
+    with run.locked():
+        run.begin(Parameters.check(words), [FIRST])
+        before = (run.folder / "manifest.json").read_bytes()
+        for wrong in ([], ["layer=99"], ["layr=1"]):
+            assert main(["report", *(f"{name}={value}" for name, value in words.items()), *wrong]) == 1
+            said = capsys.readouterr().err
+            assert "Unknown parameter" in said if "layr=1" in wrong else "one is being run by another process" in said
+        assert (run.folder / "manifest.json").read_bytes() == before
+    with run.locked():
+        pass
+
+
+def test_a_lock_leaves_nothing_behind_where_nothing_was_written(parameters: Parameters) -> None:
+    with Run.of(parameters).locked():
+        assert Path(parameters.run_dir).is_dir()
+    assert not Path(parameters.run_dir).exists()
+
+
 # -- the status of a whole report
 
 
@@ -462,10 +508,11 @@ def words(mla_checkpoint: Path, tmp_path: Path) -> dict[str, object]:
 
 @pytest.fixture(autouse=True)
 def _signals() -> Iterator[None]:
-    """The command line sets a handler for SIGTERM, which must not outlive its test."""
-    before = signal.getsignal(signal.SIGTERM)
+    """The command line sets handlers, which must not outlive their test."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     yield
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def test_a_run_says_running_while_a_notebook_runs_and_interrupted_after_ctrl_c(
@@ -511,10 +558,11 @@ def test_a_kernel_that_dies_fails_the_run_and_names_memory(
     assert (manifest["status"], "lower seq_len" in manifest["error"]) == ("failed", True)
 
 
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda ending: ending.name)
 def test_a_report_that_is_told_to_stop_ends_its_kernel_and_says_interrupted(
-    words: dict[str, object], capsys: pytest.CaptureFixture[str]
+    ending: signal.Signals, words: dict[str, object], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """SIGTERM is what a batch system or a closing terminal sends; here it comes while a real kernel works."""
+    """Ctrl-C, a batch system that stops the job, a terminal that closes: each while a real kernel works."""
     kernels: list[psutil.Process] = []
     ended = threading.Event()
 
@@ -526,7 +574,7 @@ def test_a_report_that_is_told_to_stop_ends_its_kernel_and_says_interrupted(
                 child for child in psutil.Process().children() if "ipykernel_launcher" in " ".join(child.cmdline())
             )
         if not ended.wait(3):  # by then it is busy importing
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), ending)
 
     stopper = threading.Thread(target=stop_when_a_kernel_works)
     stopper.start()
@@ -540,7 +588,9 @@ def test_a_report_that_is_told_to_stop_ends_its_kernel_and_says_interrupted(
     assert {path.name for path in folder.iterdir()} == {"manifest.json"}
     manifest = json.loads((folder / "manifest.json").read_text())
     assert (manifest["status"], manifest["error"]) == ("interrupted", "interrupted by the user")
-    assert capsys.readouterr().err.endswith("\nInterrupted.\n")
+    said = capfd.readouterr().err
+    assert said.endswith("\nInterrupted.\n")
+    assert not re.search("Traceback|Error|Exception", said)
 
 
 def test_a_kernel_that_has_ended_already_is_no_obstacle_to_an_interrupt() -> None:
@@ -549,6 +599,28 @@ def test_a_kernel_that_has_ended_already_is_no_obstacle_to_an_interrupt() -> Non
         time.sleep(0.5)
         assert psutil.Process(ended.pid).status() == psutil.STATUS_ZOMBIE
         helpers.reports._end_kernels()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("MemoryError", ""), ("OutOfMemoryError", "CUDA out of memory"), ("RuntimeError", "can't allocate memory: you")],
+)
+def test_a_notebook_without_memory_says_so_in_one_sentence(
+    name: str, said: str, words: dict[str, object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise PapermillExecutionError(0, 1, "source", name, said, ["a long", "traceback"])
+
+    monkeypatch.setattr(papermill, "execute_notebook", fail)
+    assert main(["report", *(f"{word}={value}" for word, value in words.items())]) == 1
+    assert capsys.readouterr().err == f"Error: {FIRST} ran out of memory: lower seq_len, or free memory.\n"
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "text", "run_dir"])
+def test_a_name_that_is_no_text_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Python hands on bytes that are not UTF-8 as lone surrogates, which no artefact could hold."""
+    assert main(["report", f"{name}=caf\udce9"]) == 1
+    assert "The name 'caf\\udce9' is not UTF-8 text" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["checkpoint", "text", "run_dir"])

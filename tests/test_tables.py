@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import re
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,9 +14,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from helpers import notebook
+from helpers.errors import InputError
 from helpers.parameters import Parameters
 from helpers.runs import Run
-from helpers.tables import eviction_table, heavy_hitters, highest_scores, read_scores, score_table, write_csv
+from helpers.tables import eviction_table, heavy_hitters, highest_scores, quoted, read_scores, score_table, write_csv
 
 # every character but surrogates, which are no text on their own and which no tokenizer gives
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -43,7 +46,7 @@ def bits(values: Any) -> list[bytes]:
 def test_tokens_and_scores_survive_writing_and_reading(run: Run, rows: list[tuple[str, float, float]]) -> None:
     tokens, score, null = (list(column) for column in zip(*rows, strict=True))
     write_csv(run, "scores.csv", score_table(np.array(score), np.array(null), tokens))
-    back = read_scores(run.folder / "scores.csv")
+    back = read_scores(run.folder / "scores.csv", len(rows))
     assert list(back["token"]) == tokens
     assert bits(back["attention_score"]) == bits(score)
     assert bits(back["null_score"]) == bits(null)
@@ -62,9 +65,39 @@ def test_other_programs_read_the_same_tokens(run: Run, tokens: list[str]) -> Non
     assert [row[1] for row in rows] == tokens
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: "",
+        lambda text: text[: len(text) // 2],
+        lambda text: "".join(text.splitlines(keepends=True)[:-1]),
+        lambda text: "".join(text.splitlines(keepends=True)[1:]),
+        lambda text: text.replace("attention_score", "score"),
+        lambda text: re.sub(r"[\d.]+\n$", "\n", text),
+        lambda text: text + text.splitlines()[-1] + "\n",
+    ],
+)
+def test_a_damaged_score_table_is_refused_by_name(run: Run, damage: Callable[[str], str]) -> None:
+    score = np.linspace(1, 2, 9)
+    write_csv(run, "scores.csv", score_table(score, score, None))
+    path = run.folder / "scores.csv"
+    assert len(read_scores(path, 9)) == 9
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(InputError, match=r"scores\.csv of .* is damaged.* 9 tokens: run notebooks/02_score_tokens"):
+        read_scores(path, 9)
+
+
+@pytest.mark.parametrize(
+    ("token", "shown"),
+    [(" a", "' a'"), ("\n", r"'\n'"), ("\\xe2", r"'\xe2'"), ("\u200b", r"'\u200b'"), ("é", "'é'"), ("it's", "'it's'")],
+)
+def test_a_token_is_shown_with_its_blanks_and_what_cannot_be_printed(token: str, shown: str) -> None:
+    assert quoted(token) == shown
+
+
 def test_without_a_text_every_token_is_empty(run: Run) -> None:
     write_csv(run, "scores.csv", score_table(np.array([2.0, 1.0]), np.array([1.5, 0.5]), None))
-    assert list(read_scores(run.folder / "scores.csv")["token"]) == ["", ""]
+    assert list(read_scores(run.folder / "scores.csv", 2)["token"]) == ["", ""]
 
 
 def test_a_token_is_seen_by_itself_and_all_later_queries() -> None:
@@ -126,5 +159,5 @@ def test_columns_of_numbers_stand_right_and_columns_of_text_left(monkeypatch: py
     monkeypatch.setattr(notebook, "display", shown.append)
     notebook.show_table(highest_scores(np.array([1234.5]), np.array([1.0]), ["7"]), "numbers")
     (html,) = (part.data for part in shown)
-    assert '<td style="text-align: right">1234.50</td>' in html
+    assert '<td style="text-align: right">1,234.50</td>' in html
     assert '<td style="text-align: left">&#x27;7&#x27;</td>' in html

@@ -19,7 +19,16 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 
 from helpers.errors import InputError
-from helpers.tokenizer import TIKTOKEN_MODEL, TOKENIZER_JSON, Tokenizer, has_tokenizer, load_tokenizer
+from helpers.tokenizer import (
+    SHORT,
+    TIKTOKEN_MODEL,
+    TOKENIZER_JSON,
+    Tokenizer,
+    Tokens,
+    first_tokens,
+    has_tokenizer,
+    load_tokenizer,
+)
 
 BYTES = [bytes([i]) for i in range(256)]
 # moonshotai/Kimi-K2-Instruct, tokenization_kimi.py, as one expression
@@ -159,7 +168,7 @@ ONE_A_LINE = b"".join(base64.b64encode(token) + f" {rank}\n".encode() for rank, 
 def test_a_bad_tiktoken_model_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "small").mkdir()
     (tmp_path / "small" / TIKTOKEN_MODEL).write_bytes(content)
-    with pytest.raises(InputError, match=rf"{TIKTOKEN_MODEL} of small .*fetch it again"):
+    with pytest.raises(InputError, match=rf"{TIKTOKEN_MODEL} of small .*(fetch it again|`git lfs pull`)"):
         load_tokenizer(tmp_path / "small").encode("hi there")
 
 
@@ -245,7 +254,7 @@ def test_truncation_and_padding_of_the_file_do_not_apply(tmp_path: Path) -> None
 def test_a_bad_tokenizer_json_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "small").mkdir()
     (tmp_path / "small" / TOKENIZER_JSON).write_bytes(content)
-    with pytest.raises(InputError, match=rf"{re.escape(TOKENIZER_JSON)} of small can't be read .*fetch it again"):
+    with pytest.raises(InputError, match=rf"{re.escape(TOKENIZER_JSON)} of small .*(fetch it again|`git lfs pull`)"):
         load_tokenizer(tmp_path / "small")
 
 
@@ -263,3 +272,46 @@ def test_either_file_is_a_tokenizer(small_kimi: Path, small_llama: Path) -> None
     assert has_tokenizer(small_kimi)
     assert has_tokenizer(small_llama)
     assert load_tokenizer(small_kimi).encode("é").ids != load_tokenizer(small_llama).encode("é").ids
+
+
+# -- the beginning of a long text
+
+
+WORDS = ["word", " ", "\n\n", "    ", "é", "𝒳", "中文", "don't", "1234", "!!!", "a" * 40, " " * 60, "\r\n", "ab" * 30]
+
+
+@pytest.fixture(scope="module")
+def long_tokens(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return kimi(tmp_path_factory.mktemp("long"), *WORDS, " word", "abab")
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.sampled_from(WORDS) | st.text(max_size=6), min_size=1, max_size=60),
+    st.integers(1, 30),
+    st.integers(1, 4),
+)
+def test_the_first_tokens_of_a_text_are_those_of_the_whole_text(
+    long_tokens: Tokenizer, small_llama: Path, parts: list[str], n: int, a_token: int
+) -> None:
+    """Beginnings that are far too short make the cut fall into words, runs and characters."""
+    text = "".join(parts)
+    for tokenizer in (long_tokens, load_tokenizer(small_llama)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("helpers.tokenizer.CHARACTERS_A_TOKEN", a_token)
+            patch.setattr("helpers.tokenizer.SHORT", 4)
+            found = first_tokens(tokenizer, text, n)
+        whole = tokenizer.encode(text)
+        assert found == Tokens(whole.ids[:n], whole.texts[:n])
+
+
+def test_a_long_text_is_not_read_to_its_end(small_kimi: Path) -> None:
+    lengths = []
+
+    class Noting:
+        def encode(self, text: str) -> Tokens:
+            lengths.append(len(text))
+            return load_tokenizer(small_kimi).encode(text)
+
+    assert len(first_tokens(Noting(), "some words " * 10**6, 100).ids) == 100
+    assert max(lengths) <= 4 * SHORT
