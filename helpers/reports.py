@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,7 @@ def execute(parameters: Parameters, values: dict[str, Any], notebook: str) -> nb
                 f"The kernel of {notebook} died, most likely for lack of memory: lower seq_len, or free memory."
             ) from None
         except KeyboardInterrupt:
+            logging.getLogger("papermill").disabled = True  # that its kernel died is no news
             while not execution.done():  # the kernel may be about to start only now
                 _end_kernels()
                 wait([execution], timeout=0.2)

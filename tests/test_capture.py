@@ -235,7 +235,7 @@ def test_narrow_layers_lose_no_precision_in_softmax_or_sums(
     """From the very queries and keys of a BF16 layer, the mass is right to float32: nothing is rounded on the way."""
     layer, _ = make_layer(tmp_path, config, dtype=dtype)
     hidden_states = hidden(layer, 48)
-    captured = capture_attention(layer, hidden_states, prompt_length=40)
+    captured = capture_attention(layer, hidden_states, prompt_length=40, float32_logits=True)
     with Float32Products(), spy(layer) as seen:
         layer.module(hidden_states, layer.position_embeddings(hidden_states), None)
     assert seen["query"].dtype == dtype
@@ -287,8 +287,8 @@ def test_eager_weights_of_a_bfloat16_layer_agree_to_its_precision(tmp_path: Path
     weights = eager_attention_weights(layer, hidden_states)
     assert weights.dtype == torch.bfloat16
     assert weights.float().triu(1).count_nonzero() == 0
-    mass = capture_attention(layer, hidden_states).mass
-    # logits up to 8 have steps of 2^-5 in BF16
+    mass = capture_attention(layer, hidden_states, float32_logits=True).mass
+    # logits up to 8 have steps of 2^-5 in BF16, and are rounded to half a step twice: as a product, and scaled
     np.testing.assert_allclose(weights.double().sum(dim=2), mass, rtol=2**-5)
     assert np.corrcoef(weights.double().sum(dim=2).ravel(), mass.ravel())[0, 1] > 0.9999
 

@@ -477,13 +477,13 @@ def test_later_notebooks_alone_are_refused_without_a_capture_before_a_kernel_sta
 
 
 def test_a_parameter_in_the_shell_s_environment_of_make_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """SEQ_LEN=0 make report looks right, and nothing reads it; make itself exports what was written behind it."""
     monkeypatch.setenv("MAKELEVEL", "1")
     monkeypatch.setenv("SEQ_LEN", "0")
     monkeypatch.setenv("LAYER", "99")
-    assert main(["report", "layer=99", "checkpoint=no-such"]) == 1
+    assert main(["report", "layer=99", "checkpoint=no-such", f"run_dir={tmp_path / 'run'}"]) == 1
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("Note: SEQ_LEN is a variable of the shell, which is not read: write it behind")
     assert second.startswith("Error: Checkpoint folder 'no-such'")

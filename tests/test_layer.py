@@ -468,7 +468,7 @@ def test_narrow_products_are_rounded_once(dtype: torch.dtype, rows: int) -> None
         assert ours.dtype == dtype, name
         rounded = truth.to(dtype)
         differs = ours != rounded
-        assert differs.float().mean() < 0.01, name
+        assert differs.sum() <= max(1, 0.01 * differs.numel()), name
         assert ((ours - rounded).abs()[differs] <= rounded.abs()[differs] * 2**-7 + 1e-4).all(), name
 
 

@@ -109,7 +109,7 @@ def test_a_prompt_in_parts_on_a_growing_cache(mla: Model, parts: list[int], deco
     cache, start = DynamicCache(config=mla.config), 0
     with record_attention(mla, prompt_length=prompt) as layers:
         for n in calls:
-            mla(ids[:, start : start + n], past_key_values=cache)
+            mla(ids[:, start : start + n], cache=cache)
             start += n
     for layer, p in enumerate(probabilities(mla, ids[0])[0]):
         assert_statistics(layers[layer], 0, p, prompt, slice(0, prompt))
@@ -128,7 +128,7 @@ def test_left_padding_and_a_cache_together(model: Model) -> None:
         for part in (slice(0, 11), slice(11, 17), *(slice(17 + i, 18 + i) for i in range(later))):
             model(
                 ids[:, part], attention_mask=mask[:, : part.stop], position_ids=positions[:, part],
-                past_key_values=cache,
+                cache=cache,
             )  # fmt: skip
     for sample, n in enumerate(lengths):
         for layer, p in enumerate(probabilities(model, sequences[sample])[0]):
@@ -173,15 +173,15 @@ def test_the_models_own_attention_is_back_afterwards(model: Model) -> None:
 def test_a_static_cache_is_refused(gqa: Model) -> None:
     cache = StaticCache(config=gqa.config, max_cache_len=32)
     with record_attention(gqa), pytest.raises(InputError, match=r"with a cache that grows \(DynamicCache\), not"):
-        gqa(tokens(1, 8), past_key_values=cache)
+        gqa(tokens(1, 8), cache=cache)
 
 
 @torch.no_grad()
 def test_a_cache_that_was_filled_before_the_recording_is_refused(gqa: Model) -> None:
     cache = DynamicCache(config=gqa.config)
-    gqa(tokens(1, 8), past_key_values=cache)
+    gqa(tokens(1, 8), cache=cache)
     with record_attention(gqa), pytest.raises(InputError, match="start recording before the first token"):
-        gqa(tokens(1, 2), past_key_values=cache)
+        gqa(tokens(1, 2), cache=cache)
 
 
 @torch.no_grad()
@@ -213,7 +213,7 @@ def test_packed_sequences_and_masks_of_ones_own_are_refused(gqa: Model) -> None:
 def test_right_padding_in_parts_is_refused(gqa: Model) -> None:
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
     with record_attention(gqa, prompt_length=10), pytest.raises(InputError, match="can be padded on the left only"):
-        gqa(tokens(2, 4), attention_mask=mask, past_key_values=DynamicCache(config=gqa.config))
+        gqa(tokens(2, 4), attention_mask=mask, cache=DynamicCache(config=gqa.config))
 
 
 def test_gradients_are_refused(gqa: Model) -> None:
