@@ -47,7 +47,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 
 from helpers import plots
 from helpers.capture import ColumnSums, capture_attention
-from helpers.column_sums import _rows_at_once, attention_and_column_sums, multiplies_in
+from helpers.column_sums import attention_and_column_sums, multiplies_in, rows_at_once
 from helpers.kimi_shaped import CONFIG
 from helpers.layer import AttentionLayer, LoadReport
 from helpers.products import has_bfloat16_products
@@ -81,7 +81,7 @@ def ours(n: int) -> Callable[[], object]:
 
 def products(n: int) -> Callable[[], object]:
     q, k, v = (x[0].to(multiplies_in(torch.bfloat16, torch.device("cpu"))) for x in inputs(n))
-    rows = _rows_at_once(n, n, 1)
+    rows = rows_at_once(n, n, 1)
     logits = torch.empty(rows * n, dtype=q.dtype)
 
     def run() -> None:

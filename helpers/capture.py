@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from helpers.column_sums import attention_and_column_sums, multiplies_in
 from helpers.errors import InputError
 from helpers.layer import AttentionLayer, attention_window
-from helpers.memory import check_capture_fits, heads_at_once
+from helpers.memory import STATISTICS, check_capture_fits, heads_at_once
 from helpers.products import Float32Products
 
 WINDOW = 32  # queries of ``mass_window`` (SnapKV's observation window)
@@ -115,7 +115,7 @@ class ColumnSums:
                         f"A window of {w} queries is longer than the prompt of {prompt}: all its queries are taken.",
                         stacklevel=2,
                     )
-            self.sums = torch.zeros(len(self.windows) + 4, batch, heads, prompt, device=device)
+            self.sums = torch.zeros(STATISTICS + len(self.windows), batch, heads, prompt, device=device)
         elif self.sums.shape[1:3] != (batch, heads):
             raise InputError(
                 f"A cache of {n_keys - n_queries} tokens goes on with {batch} samples of {heads} heads, and recorded "
@@ -177,12 +177,14 @@ def capture_attention(
     n_tokens = hidden_states.shape[1]
     _check_input(layer, hidden_states, prompt_length)
     captured = Capture(n_tokens if prompt_length is None else prompt_length, windows, decay, float32_logits)
-    check_capture_fits(layer.module, layer.n_heads, len(hidden_states), n_tokens, layer.dtype, layer.device)
+    check_capture_fits(
+        layer.module, layer.n_heads, len(hidden_states), n_tokens, layer.dtype, layer.device, n_windows=len(windows)
+    )
     hidden_states = hidden_states.to(device=layer.device, dtype=layer.dtype)
     with (
         torch.no_grad(),
         Float32Products(),
-        _implementation(layer.module, IMPLEMENTATION),
+        attention_implementation(layer.module),
         _progress(captured, len(hidden_states), layer.n_heads, n_tokens),
     ):
         captured.output = _forward(layer, hidden_states, captured)
@@ -248,7 +250,7 @@ def eager_attention_weights(layer: AttentionLayer, hidden_states: torch.Tensor) 
     n_tokens = hidden_states.shape[1]
     future = torch.full((n_tokens, n_tokens), torch.finfo(hidden_states.dtype).min, device=hidden_states.device).triu(1)
     mask = future.to(hidden_states.dtype)[None, None]
-    with torch.no_grad(), Float32Products(), _implementation(layer.module, "eager"):
+    with torch.no_grad(), Float32Products(), attention_implementation(layer.module, "eager"):
         _, weights = layer.module(hidden_states, layer.position_embeddings(hidden_states), mask)
     return weights
 
@@ -421,8 +423,11 @@ def _heads_of(projection: Any, share: slice, n_heads: int) -> nn.Module:
 
 
 @contextmanager
-def _implementation(module: nn.Module, name: str) -> Iterator[None]:
-    """Let one layer's module compute its softmax part with the attention implementation ``name``."""
+def attention_implementation(module: nn.Module, name: str = IMPLEMENTATION) -> Iterator[None]:
+    """Let one layer's module compute its softmax part with transformers' attention implementation ``name``.
+
+    By default that is this module's own, whose memory doesn't grow with tokens² and which needs no mask to be causal.
+    """
     config: Any = module.config
     before = config._attn_implementation
     config._attn_implementation = name

@@ -65,7 +65,7 @@ def attention_and_column_sums(
     output = query.new_empty(batch, n_queries, heads, value.shape[-1])
     if n_queries == 0:
         return output
-    rows = _rows_at_once(n_queries, n_keys, group)
+    rows = rows_at_once(n_queries, n_keys, group)
     kv_at_once = min(kv_heads, max(1, HEADS_ELEMENTS // (group * rows * n_keys)))
     block = kv_at_once * group * rows * n_keys
     logits, probabilities = (query.new_empty(block, dtype=torch.float32) for _ in range(2))
@@ -107,7 +107,7 @@ def attention_and_column_sums(
     return output
 
 
-def _rows_at_once(n_queries: int, n_keys: int, group: int) -> int:
+def rows_at_once(n_queries: int, n_keys: int, group: int) -> int:
     """Queries in a block: as many as make the products fast, few enough for the diagonal and for memory."""
     most = min(QUERIES_AT_ONCE, BLOCK_ELEMENTS // n_keys) // group
     return max(1, min(n_queries, most, max(64, n_keys // 16)))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import pydoc_data.topics
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from helpers.capture import attention_implementation
 from helpers.checkpoint import Checkpoint
 from helpers.errors import InputError
 from helpers.layer import (
@@ -164,13 +166,14 @@ def text_hidden_states(ckpt: Checkpoint, layer: int, ids: list[int], dtype: torc
     positions = torch.arange(len(ids), device=device)[None]
     with torch.no_grad(), Float32Products():
         for below in tqdm(range(layer), desc="Running the layers below", unit="layer", leave=False):
-            decoder_layer = load_decoder_layer(ckpt, below, dtype, device)
-            hidden_states = decoder_layer(
-                hidden_states,
-                attention_mask=None,  # sdpa without a mask is causal
-                position_ids=positions,
-                position_embeddings=rotary(hidden_states, positions),
-            )
+            decoder_layer: Any = load_decoder_layer(ckpt, below, dtype, device)
+            with attention_implementation(decoder_layer.self_attn):  # torch's own builds the matrix where widths differ
+                hidden_states = decoder_layer(
+                    hidden_states,
+                    attention_mask=None,
+                    position_ids=positions,
+                    position_embeddings=rotary(hidden_states, positions),
+                )
             del decoder_layer
         normed: torch.Tensor = load_input_norm(ckpt, layer, dtype, device)(hidden_states)
         return normed

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from helpers.checkpoint import DTYPES, PLAIN, Checkpoint, StoredTensor
 from helpers.errors import InputError, did_you_mean
+from helpers.memory import decoder_layer_bytes
 
 # Buffers that old checkpoints store and no module reads: the rotary frequencies follow from the config.
 IGNORED = ("rotary_emb.inv_freq",)
@@ -27,7 +28,6 @@ FUSED_EXPERTS = {
     "mlp.experts.gate_up_proj": ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"),
     "mlp.experts.down_proj": ("mlp.experts.{}.down_proj.weight",),
 }
-ROOM_TO_RUN = 1.2  # a layer that is run needs room for its activations beside its weights
 
 
 @dataclass(frozen=True)
@@ -191,8 +191,8 @@ def check_layers_below(ckpt: Checkpoint, layer: int, n_tokens: int, dtype: torch
         window = attention_window(ckpt.config, below)
         if window is not None and n_tokens > window:
             raise InputError(f"Layer {below} of {ckpt.name} sees the last {window} tokens only: lower seq_len.")
-        n_parameters = sum(tensor.numel() for tensor in layers[below].state_dict().values())
-        needed = n_parameters * dtype.itemsize * ROOM_TO_RUN
+        _part(layers[below], "self_attn")
+        needed = decoder_layer_bytes(layers[below], ckpt.config, n_tokens, dtype)
         if needed > free_bytes:
             raise InputError(
                 f"Text at layer {layer} needs the layers below to run first, and layer {below} of {ckpt.name} takes "

@@ -12,7 +12,7 @@ from helpers.errors import InputError
 from helpers.products import TOKENS_AT_ONCE
 
 PART_BYTES = 2**30  # queries, keys and values of the heads of an MLA layer that are expanded at a time
-STATISTICS = 5  # column sums kept for each head and token
+STATISTICS = 4  # column sums kept for each head and token, beside one a window
 
 
 def free_bytes(device: str | torch.device) -> int:
@@ -34,23 +34,45 @@ def heads_at_once(module: Any, n_heads: int, n_tokens: int, dtype: torch.dtype) 
     return max(1, min(n_heads, PART_BYTES // (n_tokens * _expanded_bytes(module, n_heads, dtype))))
 
 
-def capture_bytes(module: Any, n_heads: int, batch: int, n_tokens: int, dtype: torch.dtype) -> int:
+def capture_bytes(
+    module: Any, n_heads: int, batch: int, n_tokens: int, dtype: torch.dtype, *, n_windows: int = 1
+) -> int:
     """Estimate the peak memory of a capture beyond the layer's weights and its input, in bytes.
 
     ``module`` may be on the meta device. The largest parts: what heads attended to (all heads, all tokens), the heads
     that are expanded at a time, the column sums, the output, and two blocks of probabilities.
     """
+    at_once = heads_at_once(module, n_heads, batch * n_tokens, dtype)
+    return _attention_bytes(module, n_heads, batch, n_tokens, dtype, at_once, STATISTICS + n_windows)
+
+
+def decoder_layer_bytes(layer: Any, config: Any, n_tokens: int, dtype: torch.dtype) -> int:
+    """Estimate the peak memory of running a whole decoder layer over one sample, its weights included, in bytes.
+
+    ``layer`` may be on the meta device. All its heads are expanded at once; no column sums are kept.
+    """
+    n_heads, itemsize = config.num_attention_heads, dtype.itemsize
+    weights = sum(tensor.numel() for tensor in layer.state_dict().values()) * itemsize
+    attention = _attention_bytes(layer.self_attn, n_heads, 1, n_tokens, dtype, n_heads, 0)
+    feed_forward = 3 * n_tokens * config.intermediate_size * itemsize  # gate, up, and their product
+    return weights + 2 * n_tokens * config.hidden_size * itemsize + max(attention, feed_forward)
+
+
+def _attention_bytes(
+    module: Any, n_heads: int, batch: int, n_tokens: int, dtype: torch.dtype, at_once: int, statistics: int
+) -> int:
     total, itemsize = batch * n_tokens, dtype.itemsize
-    at_once = heads_at_once(module, n_heads, total, dtype)
     attended = module.o_proj.in_features * itemsize  # all bytes from here on are for one token
     output = module.o_proj.out_features * itemsize
     expanded = at_once * _expanded_bytes(module, n_heads, dtype)
     latents = 0
     if is_latent(module):
         latents = 3 * (module.kv_a_proj_with_mqa.out_features + (module.q_lora_rank or 0)) * itemsize
-    sums = STATISTICS * n_heads * 4
+    sums = statistics * n_heads * 4
     one_head = 3 * _width(module, n_heads) * 4  # float32 copies of one sample's query, key and value
-    blocks = 2 * 4 * BLOCK_ELEMENTS + TOKENS_AT_ONCE * (module.o_proj.in_features + module.o_proj.out_features) * 4
+    widened = module.o_proj.in_features + module.o_proj.out_features
+    # a block's logits and probabilities, each in float32 and in BF16; inputs and outputs of projections in float32
+    blocks = 12 * min(BLOCK_ELEMENTS, n_heads * n_tokens**2) + min(TOKENS_AT_ONCE, total) * widened * 4
     return (
         total * (latents + sums + attended + max(expanded + attended // n_heads, output)) + n_tokens * one_head + blocks
     )
@@ -58,14 +80,15 @@ def capture_bytes(module: Any, n_heads: int, batch: int, n_tokens: int, dtype: t
 
 def check_capture_fits(
     module: Any, n_heads: int, batch: int, n_tokens: int, dtype: torch.dtype, device: str | torch.device,
-    besides: int = 0,
+    *, n_windows: int = 1, besides: int = 0,
 ) -> None:  # fmt: skip
     """Refuse a capture that memory can't hold; ``besides``: bytes of input and weights that aren't there yet.
 
     Raises:
         InputError: names what is needed, what is free, and what to lower.
     """
-    needed, free = besides + capture_bytes(module, n_heads, batch, n_tokens, dtype), free_bytes(device)
+    needed = besides + capture_bytes(module, n_heads, batch, n_tokens, dtype, n_windows=n_windows)
+    free = free_bytes(device)
     if needed > free:
         samples = f"{batch} samples of " if batch > 1 else ""
         raise InputError(

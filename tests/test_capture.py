@@ -398,7 +398,7 @@ def test_the_size_of_a_block_changes_nothing(
 ) -> None:
     hidden_states = hidden(layer, 45, batch=2)
     whole = capture_attention(layer, hidden_states, prompt_length=36)
-    monkeypatch.setattr("helpers.column_sums._rows_at_once", lambda *_: rows)
+    monkeypatch.setattr("helpers.column_sums.rows_at_once", lambda *_: rows)
     monkeypatch.setattr("helpers.column_sums.HEADS_ELEMENTS", heads_elements)
     assert_same(capture_attention(layer, hidden_states, prompt_length=36), whole)
 
@@ -561,11 +561,11 @@ def test_a_capture_that_memory_cannot_hold_is_refused_with_the_numbers(
 ) -> None:
     monkeypatch.setattr("helpers.memory.free_bytes", lambda device: 10**8)
     with pytest.raises(
-        InputError, match=r"Capturing 9 tokens takes about 0\.\d GB, and 0\.1 GB are free on cpu: lower"
+        InputError, match=r"Capturing 9,000 tokens takes about 0\.\d GB, and 0\.1 GB are free on cpu: lower"
     ):
-        capture_attention(mla, hidden(mla, 9))
-    with pytest.raises(InputError, match=r"Capturing 3 samples of 9 tokens"):
-        capture_attention(mla, hidden(mla, 9, batch=3))
+        capture_attention(mla, hidden(mla, 9000))
+    with pytest.raises(InputError, match=r"Capturing 3 samples of 9,000 tokens"):
+        capture_attention(mla, hidden(mla, 9000, batch=3))
 
 
 def test_long_work_shows_tokens_rate_and_time_left(
@@ -575,7 +575,7 @@ def test_long_work_shows_tokens_rate_and_time_left(
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("helpers.capture.PROGRESS_AFTER_S", 0.0)
     monkeypatch.setattr("helpers.capture.tqdm", partial(tqdm, mininterval=0, miniters=1))
-    monkeypatch.setattr("helpers.column_sums._rows_at_once", lambda *_: 8)
+    monkeypatch.setattr("helpers.column_sums.rows_at_once", lambda *_: 8)
     monkeypatch.setattr("helpers.column_sums.HEADS_ELEMENTS", 1)
     capture_attention(mla, hidden(mla, 64, batch=2))
     shown = capsys.readouterr().err

@@ -151,6 +151,6 @@ def test_every_query_gives_exactly_one(
     ("n_queries", "n_keys", "group"), [(1, 1, 1), (1, 10**6, 8), (256, 256, 1), (16384, 16384, 1), (131072, 131072, 8)]
 )
 def test_blocks_stay_within_their_size(n_queries: int, n_keys: int, group: int) -> None:
-    rows = column_sums._rows_at_once(n_queries, n_keys, group)
+    rows = column_sums.rows_at_once(n_queries, n_keys, group)
     assert 1 <= rows <= n_queries
     assert rows == 1 or rows * group * n_keys <= column_sums.BLOCK_ELEMENTS
