@@ -22,6 +22,7 @@ import argparse
 import ctypes
 import gc
 import json
+import os
 import re
 import subprocess
 import sys
@@ -167,7 +168,8 @@ def measure(method: str, n: int) -> dict[str, Any]:
 
 def measure_apart(method: str, n: int) -> dict[str, Any]:
     command = [sys.executable, __file__, "--measure", method, str(n)]
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    quiet = os.environ | {"TQDM_DISABLE": "1"}
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=quiet)
     return dict(json.loads(result.stdout.splitlines()[-1]))
 
 
@@ -240,9 +242,13 @@ def main() -> None:
         print(json.dumps(measure(arguments.measure[0], int(arguments.measure[1]))))
         return
     jobs = [(method, n) for n in arguments.lengths for method in arguments.methods if n <= METHODS[method]]
-    results = pd.DataFrame(measure_apart(*job) for job in tqdm(jobs, desc="Measuring"))
     arguments.out.mkdir(parents=True, exist_ok=True)
-    results.to_csv(arguments.out / "capture.csv", index=False)
+    found: list[dict[str, Any]] = []
+    for method, n in (bar := tqdm(jobs)):
+        bar.set_description(f"{method}, {n:,} tokens")
+        found.append(measure_apart(method, n))
+        results = pd.DataFrame(found)
+        results.to_csv(arguments.out / "capture.csv", index=False)  # each time: some take minutes
     figure(results).savefig(arguments.out / "capture.png")
     print(report(results))
     if arguments.long:

@@ -66,6 +66,7 @@ class Checkpoint:
     folder: Path
     raw_config: dict[str, Any]
     config: PreTrainedConfig
+    origin: str  # of the weights, in words
     shard_of: dict[str, str]  # tensor name -> shard file name
     bytes_read: int = 0  # of shards: tensors and headers
     headers: dict[str, dict[str, StoredTensor]] = field(default_factory=dict)
@@ -88,7 +89,8 @@ class Checkpoint:
                 "one with `make checkpoint-kimi-shaped` or `make checkpoint-smollm2`."
             )
         raw_config = _read_json(folder / "config.json", "a checkpoint needs its config.json")
-        checkpoint = cls(folder, raw_config, _text_config(raw_config, folder.name), shard_of={})
+        config = _text_config(raw_config, folder.name)
+        checkpoint = cls(folder, raw_config, config, _read_origin(folder / ORIGIN), shard_of={})
         if (folder / INDEX).exists():
             checkpoint.shard_of = _read_index(folder / INDEX)
         elif (folder / SINGLE).exists():
@@ -100,11 +102,6 @@ class Checkpoint:
     @property
     def name(self) -> str:
         return self.folder.name
-
-    @cached_property
-    def origin(self) -> str:
-        """What the folder's maker says of the weights (``origin.json``, from ``make checkpoint-…``), or ``""``."""
-        return str(_read_json(path, "").get("weights", "")) if (path := self.folder / ORIGIN).exists() else ""
 
     @cached_property
     def prefix(self) -> str:
@@ -265,6 +262,18 @@ def _read_json(path: Path, why: str) -> dict[str, Any]:
     return value
 
 
+def _read_origin(path: Path) -> str:
+    """What ``make checkpoint-…`` says of the weights that it wrote."""
+    if not path.exists():
+        return "origin not stated by the checkpoint"
+    weights = _read_json(path, "").get("weights")
+    if not isinstance(weights, str) or not weights.strip():
+        raise InputError(
+            f"{path.name} of {path.parent.name} must say in words what the weights are: correct or remove it."
+        )
+    return weights
+
+
 def _read_index(path: Path) -> dict[str, str]:
     weight_map = _read_json(path, "a sharded checkpoint needs its index").get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
@@ -304,8 +313,12 @@ def _text_config(raw: dict[str, Any], name: str) -> PreTrainedConfig:
         reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
         reason = reason.strip().rstrip(".")
         raise InputError(f"config.json of {name} doesn't fit model type '{model_type}': {reason}.") from error
-    for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
-        value = getattr(config, key, None)
+    for key in ("num_hidden_layers", "num_attention_heads", "hidden_size", "max_position_embeddings"):
+        if not hasattr(config, key):
+            raise InputError(
+                f"Model type '{model_type}' ({name}) has no {key}: it is no decoder with causal attention."
+            )
+        value = getattr(config, key)
         if value is not None and (type(value) is not int or value < 1):
             raise InputError(f"config.json of {name} gives {key} as {value!r}: it must be a whole number from 1.")
     return config

@@ -31,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"Error: {error}", file=sys.stderr)
         return 1
     except OSError as error:  # a disk that is full, a folder that is not ours
-        print(f"Error: {error.strerror or error}: {error.filename or 'no file named'}", file=sys.stderr)
+        where = f" ({error.filename})" if error.filename else ""
+        print(f"Error: the system says: {error.strerror or error}{where}.", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
@@ -48,7 +49,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="python -m helpers", description="KV-cache eviction on real MLA attention.", allow_abbrev=False
+        prog="python -m helpers", description="KV-cache eviction by observed attention.", allow_abbrev=False
     )
     commands = parser.add_subparsers(required=True, metavar="command", parser_class=_Parser)
 

@@ -210,9 +210,9 @@ def check_parameters(namespace: Mapping[str, Any]) -> Parameters:
     Reads the parameters' values, and refuses a variable that looks like a misspelt one: papermill injects an
     unknown name beside the defaults, where it would be ignored.
     """
-    fields = {field.name for field in dataclasses.fields(Parameters)}
+    fields = [field.name for field in dataclasses.fields(Parameters)]
     injected = _names_injected_by_papermill(namespace.get("In", ()))
-    for name in sorted(injected - fields):
+    for name in sorted(injected - set(fields)):
         raise InputError(f"Unknown parameter '{name}'.{did_you_mean(name, fields)} Parameters: {', '.join(fields)}.")
     for name, value in namespace.items():
         literal = isinstance(value, (bool, int, float, str)) and not name.startswith("_")

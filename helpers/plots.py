@@ -60,20 +60,25 @@ def use_style() -> None:
 
 
 def mass_by_head(mass: np.ndarray, title: str) -> Figure:
-    """Heat map of attention mass [heads, tokens], on a logarithmic scale, since it spans orders of magnitude."""
+    """Heat map of attention mass [heads, tokens], on a logarithmic scale, since it spans orders of magnitude.
+
+    The scale ends at the 1st and 99th percentile where a few tokens, such as a sink, would take it all for themselves.
+    """
     figure, axes = plt.subplots()
-    lowest = max(mass[mass > 0].min(), mass.max() * 1e-6)
-    image = axes.imshow(
-        mass, aspect="auto", cmap="cividis", norm=LogNorm(lowest, mass.max()), interpolation="nearest", rasterized=True
-    )
-    figure.colorbar(image, label="attention mass (queries)", pad=0.015)
+    positive = mass[mass > 0]
+    low, high = np.percentile(positive, (1, 99))
+    below, above = positive.min() < low / 4, positive.max() > high * 4
+    scale = LogNorm(low if below else positive.min(), high if above else positive.max())
+    image = axes.imshow(mass, aspect="auto", cmap="cividis", norm=scale, interpolation="nearest", rasterized=True)
+    ends = {(False, False): "neither", (True, False): "min", (False, True): "max", (True, True): "both"}
+    figure.colorbar(image, label="attention mass (queries)", pad=0.015, extend=ends[bool(below), bool(above)])
     axes.set(xlabel="key token index", ylabel="query head", title=title)
     axes.grid(visible=False)
     return figure
 
 
 def score_and_null(score: Scores, null: Scores, title: str) -> Figure:
-    """Each token's score beside what its position alone would give, both by token index."""
+    """Each token's score beside the null's, both by token index."""
     figure, axes = plt.subplots()
     index = np.arange(len(score))
     many = len(score) > MANY
@@ -88,7 +93,7 @@ def score_and_null(score: Scores, null: Scores, title: str) -> Figure:
 
 
 def calibrated_score(score: Scores, null: Scores, title: str) -> Figure:
-    """Score divided by the null at each token: 1 is what position alone gives."""
+    """Score divided by the null at each token."""
     figure, axes = plt.subplots()
     ratio = score / null
     axes.axhline(1.0, color=INK, linewidth=1.6, linestyle="--", label=NULL_LABEL)
@@ -132,7 +137,7 @@ def sorted_scores(score: Scores, null: Scores, budget: int, n_protected: int, ti
     axes.plot(rank, np.sort(score)[::-1], marker=_marker(score), color=ORANGE, linewidth=2.2, label="this run")
     axes.plot(rank, np.sort(null)[::-1], "--", marker=_marker(null), color=INK, linewidth=1.6, label=NULL_LABEL)
     kept = min(budget + n_protected, len(score))
-    axes.axvline(kept, color=BLUE, linewidth=1.2, linestyle=":", label=f"tokens that fit the cache: {kept:,}")
+    axes.axvline(kept, color=BLUE, linewidth=1.2, linestyle=":", label=f"size of the cache: {kept:,} tokens")
     _plain_log_scale(axes)
     axes.set(xlabel="rank", ylabel="attention mass", title=title)
     axes.legend()

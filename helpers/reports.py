@@ -21,11 +21,17 @@ from pygments.formatters import HtmlFormatter
 from helpers.errors import InputError, NotebookError
 from helpers.parameters import Parameters
 from helpers.paths import NOTEBOOKS, project_root, scrub
-from helpers.runs import REPORT, Run
+from helpers.runs import MANIFEST, REPORT, Run
 from helpers.summary import comparison, explained, headline
 
 TEMPLATES = Path(__file__).with_name("report")
 INDEX_PAGE = "index.html"
+CONTENTS = {  # the files of a run that aren't pages or figures
+    "eviction.csv": "each token's score and category, and whether it is kept",
+    "scores.csv": "each token's score, the queries that see it, and what the null gives it",
+    "summary.json": "the figures above by name, unrounded",
+    MANIFEST: "parameters, tensors read, versions, times, peak memory",
+}
 
 
 def execute(parameters: Parameters, values: dict[str, Any], notebook: str) -> nbformat.NotebookNode:
@@ -126,10 +132,12 @@ def write_index(run: Run) -> None:
             "comparison": comparison(summary),
             "picture": picture,
         }
+    written = run.manifest["artefacts"]
     html = environment.get_template("run.html.j2").render(
         page=_page(run, title, INDEX_PAGE),
         findings=findings,
-        files=[*(name for name in sorted(run.manifest["artefacts"]) if not name.endswith(".html")), "manifest.json"],
+        files={name: CONTENTS[name] for name in CONTENTS if name in written or name == MANIFEST},
+        figures=sorted({Path(name).stem for name in written if name.startswith("figures/")}),
     )
     run.write_text(INDEX_PAGE, html)
 
@@ -152,7 +160,7 @@ def _page(run: Run, title: str, name: str) -> dict[str, Any]:
         "css": css,
         "run": run.name,
         "links": [{"href": href, "title": label, "current": href == name} for href, label in pages],
-        "origin": manifest.get("checkpoint", {}).get("origin", ""),
+        "origin": manifest["checkpoint"]["origin"],
         "parameters": manifest["parameters"],
     }
 

@@ -77,8 +77,7 @@ class Run:
 
     def update(self, **sections: Any) -> None:
         """Set top-level sections of the manifest."""
-        manifest = self.manifest | sections
-        write_text(self.folder / MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
+        write_text(self.folder / MANIFEST, _json(self.manifest | sections))
 
     # -- the run as a whole
 
@@ -109,7 +108,7 @@ class Run:
             "environment": _environment(),
             "error": None,
         }
-        write_text(self.folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+        write_text(self.folder / MANIFEST, _json(manifest))
 
     def check_folder(self) -> None:
         """Refuse a folder with files of somebody else's in it, before anything is written there."""
@@ -155,7 +154,14 @@ class Run:
             step: state | ({"status": status} if state["status"] == "running" else {})
             for step, state in self.manifest["steps"].items()
         }
-        self.update(status=status, error=error, steps=steps)
+        ended = {"status": status, "error": error, "steps": steps}
+        try:
+            self.update(**ended)
+        except OSError:  # a full disk takes no second file, but the first can be written over
+            text = _json(self.manifest | ended)
+            with (self.folder / MANIFEST).open("r+", encoding="utf-8") as file:
+                file.write(text)
+                file.truncate()
 
     def refuse(self, parameters: dict[str, Any], error: str) -> None:
         """Record a start that was refused as ``failed``; a complete run is left alone."""
@@ -231,7 +237,7 @@ class Run:
         write_text(self.path(artefact), text)
 
     def write_json(self, artefact: str, value: Any) -> None:
-        self.write_text(artefact, json.dumps(value, indent=2) + "\n")
+        self.write_text(artefact, _json(value))
 
     def capture_once(
         self, digest: str, tokens: list[str] | None, compute: Callable[[], dict[str, torch.Tensor]]
@@ -248,7 +254,10 @@ class Run:
             statistics = compute()
             seconds = time.perf_counter() - started
             with atomic_path(path) as partial:
-                save_file(statistics, partial, metadata={"tokens": json.dumps(tokens)})
+                try:
+                    save_file(statistics, partial, metadata={"tokens": json.dumps(tokens)})
+                except SafetensorError as error:  # a full disk, most likely
+                    raise InputError(f"The capture can't be written to {path.parent.name}: {error}") from None
         self.update(capture={"digest": digest, "seconds": seconds and round(seconds, 3)})
         return self.load_capture()[0], seconds
 
@@ -308,6 +317,10 @@ class Run:
             with atomic_path(self.path(artefact)) as partial:
                 shutil.copyfile(other.folder / artefact, partial)
         self.update(**{name: other.manifest[name] for name in ADOPTED})
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
 def _is_whole(capture: Path) -> bool:

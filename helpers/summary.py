@@ -99,7 +99,7 @@ def claim(summary: dict[str, Any]) -> str:
     if not counts["heavy"]:
         return f"{kept}, none of them for its score"
     early, heavy = summary["run"]["heavy_among_earliest"], counts["heavy"]
-    return f"{kept}; {early:,} of {heavy:,} heavy hitters are among the {heavy:,} earliest"
+    return f"{kept}; the null shares {early:,} of {heavy:,} heavy hitters"
 
 
 def explained(summary: dict[str, Any]) -> str:
@@ -109,22 +109,29 @@ def explained(summary: dict[str, Any]) -> str:
     sentences = []
     if r2 is not None:
         sentences.append(
-            f"A token's position alone, the uniform-causal null, explains {r2:.1%} of the scores' variance"
+            f"The uniform-causal null, which knows a token's position and no weight, explains {r2:.1%} of the scores' "
+            "variance"
             + ("." if among is None else f" ({among:.1%} among the tokens of the middle, which may be evicted).")
         )
     if run["counts"]["heavy"] and run["counts"]["evicted"]:
         heavy, middle = run["counts"]["heavy"], run["counts"]["heavy"] + run["counts"]["evicted"]
+        by_chance = heavy * heavy / middle
         sentences.append(
-            f"Of the {heavy:,} heavy hitters, {run['heavy_among_earliest']:,} are among the {heavy:,} earliest tokens "
-            f"of the middle, which the null would keep (by chance {heavy * heavy / middle:,.0f} would be); heavy "
-            f"hitters have {run['heavy_to_evicted']:.2f} times the mean score of evicted tokens, where the null, which "
-            f"knows no weights, gives {null['heavy_to_evicted']:.2f}."
+            f"The null would keep the middle's {heavy:,} earliest: {run['heavy_among_earliest']:,} of {heavy:,} heavy "
+            f"hitters are among them (by chance {by_chance:,.{0 if by_chance >= 10 else 1}f}). Heavy hitters have "
+            f"{run['heavy_to_evicted']:.2f} times the mean score of evicted tokens, and the null's have "
+            f"{null['heavy_to_evicted']:.2f} times."
         )
-    if {key: summary["geometry"][key] for key in published.GEOMETRY} != published.GEOMETRY:
-        geometry = ", ".join(f"{name} {value}" for name, value in published.GEOMETRY.items())
+    ours = summary["geometry"]
+    others = [
+        f"{name} {theirs:,} (here {ours[name]:,})"
+        for name, theirs in published.GEOMETRY.items()
+        if theirs != ours[name]
+    ]
+    if others:
         sentences.append(
-            f"The published demo had another geometry ({geometry}), so its figures don't compare with these; the "
-            "null's, made for this run's geometry, do."
+            f"The published demo had {', '.join(others)}: its figures don't compare where they depend on that, the "
+            "null's, made for this run, do."
         )
     if summary["weights"].startswith("RANDOM"):
         sentences.append("The weights of this run are random: its figures say nothing about a trained model.")
@@ -144,4 +151,4 @@ def number(value: float | None) -> str:
         return "–"
     if isinstance(value, int):
         return f"{value:,}"
-    return f"{value:.3g}" if abs(value) < 0.1 else f"{value:.3f}" if abs(value) < 10 else f"{value:,.2f}"
+    return f"{value:#.3g}" if abs(value) < 0.1 else f"{value:.3f}" if abs(value) < 10 else f"{value:,.2f}"

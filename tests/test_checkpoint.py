@@ -364,7 +364,24 @@ def test_describe_identifies_the_files_without_a_path(folder: Path) -> None:
     }
 
 
+def test_weights_whose_origin_is_not_stated_are_said_to_be(folder: Path) -> None:
+    assert Checkpoint.open(folder).origin == "origin not stated by the checkpoint"
+
+
+@pytest.mark.parametrize("content", ["[]", '"random"', "{}", '{"weights": 5}', '{"weights": " "}', "{"])
+def test_an_origin_that_is_not_in_words_is_refused(folder: Path, content: str) -> None:
+    (folder / "origin.json").write_text(content)
+    with pytest.raises(InputError, match=r"^origin\.json of small-llama (must|is not valid JSON)"):
+        Checkpoint.open(folder)
+
+
 # Refusals: folder and config
+
+
+def test_a_model_without_attention_is_refused(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "mamba"}')
+    with pytest.raises(InputError, match=r"Model type 'mamba' .* it is no decoder with causal attention"):
+        Checkpoint.open(folder)
 
 
 def test_a_missing_folder_is_named_with_where_it_was_looked_for(tmp_path: Path) -> None:

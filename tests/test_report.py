@@ -403,6 +403,12 @@ def test_no_page_shows_an_error_or_a_warning(page: Page) -> None:
     assert not re.search(r"\bnan\b(?!')", shown)  # one token is the word nan, and is shown quoted
 
 
+def test_what_was_read_for_a_text_at_a_deeper_layer_is_said(small_report: SmallReport) -> None:
+    shown = "".join(Page(small_report.folder / "01_capture_attention.html").text_in("main"))
+    n_bytes = json_of(small_report, "manifest.json")["checkpoint"]["bytes_read"]
+    assert f"embedding rows, decoder layer 0 and this layer's input norm were read and run: {n_bytes:,} bytes" in shown
+
+
 # -- text that looks like markup
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -22,6 +23,7 @@ import pytest
 import torch
 from nbclient.exceptions import DeadKernelError
 from papermill.exceptions import PapermillExecutionError
+from safetensors import SafetensorError
 
 import helpers.reports
 from helpers.cli import main
@@ -277,6 +279,36 @@ def test_a_broken_manifest_is_refused_by_name(parameters: Parameters, text: str)
 
 
 # -- a start that is refused
+
+
+def test_a_full_disk_still_leaves_a_true_status(parameters: Parameters, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no room for a second file, which is how everything else is written."""
+    run = Run.of(parameters)
+    run.begin(parameters, [FIRST])
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("helpers.runs.write_text", full)
+    run.stop("failed", "x")
+    assert (run.manifest["status"], run.manifest["error"]) == ("failed", "x")
+    run.stop("failed", "")  # shorter than what it overwrites
+    assert run.manifest["error"] == ""
+
+
+def test_a_capture_that_cannot_be_written_is_said_and_not_left(
+    parameters: Parameters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run.open_step(parameters, FIRST)
+
+    def full(statistics: object, path: Path, metadata: object) -> None:
+        path.write_bytes(b"half")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("helpers.runs.save_file", full)
+    with pytest.raises(InputError, match=r"The capture can't be written to captures: I/O error: No space left"):
+        run.capture_once("d", None, lambda: statistics(1.0))
+    assert list((run.folder.parent / "captures").iterdir()) == []
 
 
 def test_a_refused_start_is_recorded_where_no_run_was(parameters: Parameters) -> None:
