@@ -52,7 +52,6 @@ class ColumnSums:
         prompt_length: int | None = None,
         windows: tuple[int, ...] = (WINDOW,),
         decay: float = DECAY,
-        float32_logits: bool = False,
     ) -> None:
         """Collect for a prompt of ``prompt_length`` tokens; None: all tokens of the first forward pass.
 
@@ -68,7 +67,6 @@ class ColumnSums:
         self.prompt_length = prompt_length
         self.windows = windows
         self.decay = decay
-        self.float32_logits = float32_logits
         self.sums = torch.empty(0)  # [statistics, B, H, P]
         self.progress: Callable[[int], object] | None = None
 
@@ -160,13 +158,11 @@ def capture_attention(
     *,
     windows: tuple[int, ...] = (WINDOW,),
     decay: float = DECAY,
-    float32_logits: bool = False,
 ) -> Capture:
     """Run ``layer`` over ``hidden_states`` [B, L, hidden] and return its :class:`Capture`.
 
     The first ``prompt_length`` tokens (default: all) are the prompt. Samples of a batch never mix. Hidden states are
-    taken to the layer's device and dtype. ``float32_logits``: multiply in float32 even where the processor would be
-    faster in BF16 (see :func:`helpers.column_sums.multiplies_in`). A window longer than the prompt takes all of it.
+    taken to the layer's device and dtype. A window longer than the prompt takes all of it.
 
     Raises:
         InputError: hidden states of another width or with NaN or infinity, a prompt longer than the input or empty, an
@@ -176,7 +172,7 @@ def capture_attention(
         raise InputError(f"Hidden states are [batch, tokens, width], not of shape {list(hidden_states.shape)}.")
     n_tokens = hidden_states.shape[1]
     _check_input(layer, hidden_states, prompt_length)
-    captured = Capture(n_tokens if prompt_length is None else prompt_length, windows, decay, float32_logits)
+    captured = Capture(n_tokens if prompt_length is None else prompt_length, windows, decay)
     check_capture_fits(
         layer.module, layer.n_heads, len(hidden_states), n_tokens, layer.dtype, layer.device, n_windows=len(windows)
     )
@@ -233,8 +229,7 @@ def capture_digest(layer: AttentionLayer, hidden_states: torch.Tensor, prompt_le
     """SHA-256 over everything that determines a capture: weights, configuration, input, lengths, dtype, definitions."""
     digest = hashlib.sha256()
     config = {key: value for key, value in layer.config.to_dict().items() if key != "transformers_version"}
-    products = str(multiplies_in(layer.dtype, layer.device))
-    settings = [config, layer.index, layer.device.type, products, prompt_length, WINDOW, DECAY]
+    settings = [config, layer.index, layer.device.type, prompt_length, WINDOW, DECAY]
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
     for name, tensor in [*layer.module.state_dict().items(), ("hidden_states", hidden_states)]:
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
@@ -300,7 +295,6 @@ def _column_sums_attention(
             first = 0
         weights = record.query_weights(n_queries, n_keys, real).expand(-1, batch, -1)
         sums = record.sums[:, :, first : first + heads]
-        products = torch.float32 if record.float32_logits else products
     if query.is_cuda and find_spec("triton"):  # torch's CUDA builds bring it
         from helpers import fused
 

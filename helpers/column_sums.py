@@ -11,17 +11,18 @@ from collections.abc import Callable
 
 import torch
 
-from helpers.products import has_bfloat16_products
+from helpers.products import float32_products_in, has_bfloat16_products
 
-BLOCK_ELEMENTS = 2**24  # probabilities held at once for one key head: 64 MB of float32
+BLOCK_ELEMENTS = 2**25  # probabilities held at once for one key head: 128 MB of float32
 QUERIES_AT_ONCE = 512  # more make the products no faster, and waste more beyond the diagonal
-HEADS_ELEMENTS = 2**22  # short inputs: this many probabilities are worth one call, over several key heads
+HEADS_ELEMENTS = 2**21  # short inputs: this many probabilities are worth one call, over several key heads
 
 
 def multiplies_in(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The type that Q·Kᵀ and P·V are multiplied in unless float32 logits are asked for: the fastest one here.
+    """The type that the factors of Q·Kᵀ and P·V are held in while they are multiplied: the fastest one here.
 
-    BF16 where a CPU has instructions for it: logits are then rounded to BF16. Otherwise float32, which is exact.
+    BF16 for BF16 inputs where a CPU has instructions for it; for the output, probabilities are then rounded to BF16.
+    Logits are float32 and as exact either way: BF16 inputs are not rounded again, and products add up in float32.
     """
     own = dtype == torch.bfloat16 and device.type == "cpu" and has_bfloat16_products()
     return torch.bfloat16 if own else torch.float32
@@ -53,7 +54,7 @@ def attention_and_column_sums(
         sums: [S, B, H, P], float32, P ≤ M; added to in place.
         real: [B, M], False for keys that are padding, which no query sees. A query that sees no key gives nothing and
             gets zeros.
-        products: float32, or bfloat16 to multiply in BF16, which rounds logits and, for the output, probabilities.
+        products: as :func:`multiplies_in` gives it for the type of ``query``.
         progress: called after each block with the number of (query, key) pairs it did, over all heads.
 
     Returns:
@@ -66,9 +67,12 @@ def attention_and_column_sums(
     if n_queries == 0:
         return output
     rows = rows_at_once(n_queries, n_keys, group)
-    kv_at_once = min(kv_heads, max(1, HEADS_ELEMENTS // (group * rows * n_keys)))
-    block = kv_at_once * group * rows * n_keys
-    logits, probabilities = (query.new_empty(block, dtype=torch.float32) for _ in range(2))
+    kv_at_once = kv_heads_at_once(kv_heads, group * rows * n_keys)
+    probabilities = query.new_empty(kv_at_once * group * rows * n_keys, dtype=torch.float32)
+    wide = [
+        torch.empty_like(x[0, : kv_at_once * x.shape[1] // kv_heads], dtype=torch.float32) for x in (query, key, value)
+    ]
+    fast = "bf16" if products == torch.bfloat16 else "ieee"
     future = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)
     active = [weights[:, b].any(dim=-1).nonzero().flatten().tolist() for b in range(batch)]
 
@@ -78,30 +82,28 @@ def attention_and_column_sums(
             kv_part = slice(kv, min(kv + kv_at_once, kv_heads))
             n_kv = kv_part.stop - kv_part.start
             h = slice(kv_part.start * group, kv_part.stop * group)
-            q = query[b, h].view(n_kv, group, n_queries, width).to(products)
-            if products == torch.float32:
-                q = q * scale
-            k, v = key[b, kv_part].to(products).transpose(1, 2), value[b, kv_part].to(products)
+            parts = zip((query[b, h], key[b, kv_part], value[b, kv_part]), wide, strict=True)
+            q, k, v = (x if x.dtype == torch.float32 else into[: len(x)].copy_(x) for x, into in parts)
+            q, k = q.view(n_kv, group, n_queries, width), k.transpose(1, 2)
             for start in range(0, n_queries, rows):
                 end = min(start + rows, n_queries)
                 seen, n = first + end, end - start  # no query of this block sees a key beyond it
                 size = n_kv * group * n * seen
-                x = logits[:size].view(n_kv, group * n, seen)
-                q_block = q[:, :, start:end].reshape(n_kv, group * n, width)
-                if products == torch.float32:
-                    torch.bmm(q_block, k[..., :seen], out=x)
-                else:  # the scale is applied in the product's own float32, before its one rounding
-                    x.copy_(torch.baddbmm(q_block.new_zeros(1), q_block, k[..., :seen], beta=0, alpha=scale))
-                by_head = x.view(n_kv * group, n, seen)
-                by_head[..., first + start :].masked_fill_(future[:n, :n], float("-inf"))
+                x = probabilities[:size].view(n_kv, group * n, seen)
+                with float32_products_in(fast):
+                    _scaled_product(q[:, :, start:end].reshape(n_kv, group * n, width), k[..., :seen], scale, out=x)
+                p = x.view(n_kv * group, n, seen)
+                p[..., first + start :].masked_fill_(future[:n, :n], float("-inf"))
                 if real is not None:
-                    by_head.masked_fill_(~real[b, :seen], float("-inf"))
-                p = torch.softmax(by_head, dim=-1, out=probabilities[:size].view(by_head.shape))
+                    p.masked_fill_(~real[b, :seen], float("-inf"))
+                torch.softmax(p, dim=-1, out=p)
                 if sees_any is not None:
                     p.masked_fill_(~sees_any[start:end, None], 0.0)  # softmax of nothing is NaN
-                y = torch.bmm(p.view(x.shape).to(products), v[:, :seen])
+                with float32_products_in(fast):
+                    y = torch.bmm(x, v[:, :seen])
                 output[b, start:end, h] = y.view(n_kv * group, n, -1).transpose(0, 1).to(output.dtype)
-                _add_weighted(sums[:, b, h], weights[:, b, start:end], active[b], p)
+                with float32_products_in("ieee"):
+                    _add_weighted(sums[:, b, h], weights[:, b, start:end], active[b], p)
                 if progress is not None:
                     progress(n_kv * group * n * (2 * first + start + end + 1) // 2)
     return output
@@ -110,7 +112,21 @@ def attention_and_column_sums(
 def rows_at_once(n_queries: int, n_keys: int, group: int) -> int:
     """Queries in a block: as many as make the products fast, few enough for the diagonal and for memory."""
     most = min(QUERIES_AT_ONCE, BLOCK_ELEMENTS // n_keys) // group
-    return max(1, min(n_queries, most, max(64, n_keys // 16)))
+    return max(1, min(n_queries, most, max(64, n_keys // 8)))
+
+
+def kv_heads_at_once(kv_heads: int, block: int) -> int:
+    """Key heads in a call, where one has ``block`` probabilities: several for short inputs, whose calls are short."""
+    return min(kv_heads, max(1, HEADS_ELEMENTS // block))
+
+
+def _scaled_product(a: torch.Tensor, b: torch.Tensor, scale: float, out: torch.Tensor) -> None:
+    """``out`` [h, n, m] = scale · ``a`` [h, n, width] · ``b`` [h, width, m]."""
+    nothing = a.new_zeros(1)
+    if len(a) == 1:  # a part of a matrix is multiplied in place, where a part of a batch would be copied first
+        torch.addmm(nothing, a[0], b[0], beta=0, alpha=scale, out=out[0])
+    else:
+        torch.baddbmm(nothing, a, b, beta=0, alpha=scale, out=out)
 
 
 def _add_weighted(sums: torch.Tensor, weights: torch.Tensor, active: list[int], p: torch.Tensor) -> None:
@@ -118,6 +134,7 @@ def _add_weighted(sums: torch.Tensor, weights: torch.Tensor, active: list[int], 
     here = [s for s in active if weights[s].any()]
     seen = min(p.shape[-1], sums.shape[-1])
     if here:
-        added = torch.matmul(weights[here], p[..., :seen])  # [h, here, seen]
+        w = weights[here].expand(len(p), -1, -1)
+        added = torch.mm(w[0], p[0, :, :seen])[None] if len(p) == 1 else torch.bmm(w, p[..., :seen])
         for i, s in enumerate(here):
             sums[s, :, :seen] += added[:, i]

@@ -7,7 +7,7 @@ from typing import Any
 import psutil
 import torch
 
-from helpers.column_sums import BLOCK_ELEMENTS
+from helpers.column_sums import kv_heads_at_once, rows_at_once
 from helpers.errors import InputError
 from helpers.products import TOKENS_AT_ONCE
 
@@ -55,7 +55,8 @@ def decoder_layer_bytes(layer: Any, config: Any, n_tokens: int, dtype: torch.dty
     weights = sum(tensor.numel() for tensor in layer.state_dict().values()) * itemsize
     attention = _attention_bytes(layer.self_attn, n_heads, 1, n_tokens, dtype, n_heads, 0)
     feed_forward = 3 * n_tokens * config.intermediate_size * itemsize  # gate, up, and their product
-    return weights + 2 * n_tokens * config.hidden_size * itemsize + max(attention, feed_forward)
+    norms = 4 * n_tokens * config.hidden_size * 4  # the stream beside the layer, and its norm in float32
+    return weights + norms + attention + feed_forward  # allocators keep what attention gives back
 
 
 def _attention_bytes(
@@ -69,12 +70,14 @@ def _attention_bytes(
     if is_latent(module):
         latents = 3 * (module.kv_a_proj_with_mqa.out_features + (module.q_lora_rank or 0)) * itemsize
     sums = statistics * n_heads * 4
-    one_head = 3 * _width(module, n_heads) * 4  # float32 copies of one sample's query, key and value
-    widened = module.o_proj.in_features + module.o_proj.out_features
-    # a block's logits and probabilities, each in float32 and in BF16; inputs and outputs of projections in float32
-    blocks = 12 * min(BLOCK_ELEMENTS, n_heads * n_tokens**2) + min(TOKENS_AT_ONCE, total) * widened * 4
+    group = getattr(module, "num_key_value_groups", 1)
+    block = group * rows_at_once(n_tokens, n_tokens, group) * n_tokens  # probabilities of one key head
+    kv_heads = kv_heads_at_once(n_heads // group, block)
+    widened = kv_heads * (group + 2) * _width(module, n_heads) * 4  # queries, keys and values in float32
+    projections = min(TOKENS_AT_ONCE, total) * (module.o_proj.in_features + module.o_proj.out_features) * 4
+    blocks = 6 * kv_heads * block + projections  # in float32, and what products make of them
     return (
-        total * (latents + sums + attended + max(expanded + attended // n_heads, output)) + n_tokens * one_head + blocks
+        total * (latents + sums + attended + max(expanded + attended // n_heads, output)) + n_tokens * widened + blocks
     )
 
 

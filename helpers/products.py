@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -18,6 +20,22 @@ TOKENS_AT_ONCE = 4096  # of an input made float32: long inputs are never held tw
 def has_bfloat16_products() -> bool:
     """Whether this processor multiplies BF16 matrices by itself, with float32 accumulation (AVX512-BF16, AMX)."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+@contextmanager
+def float32_products_in(precision: str) -> Iterator[None]:
+    """Let float32 matrix products on a CPU take their factors in ``"bf16"`` (sums stay float32), or in ``"ieee"``.
+
+    oneDNN's fpmath mode. Where factors are BF16 numbers already, ``"bf16"`` loses nothing, and is several times faster
+    on processors with BF16 instructions; on others it changes nothing.
+    """
+    setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = setting.fp32_precision
+    setting.fp32_precision = precision
+    try:
+        yield
+    finally:
+        setting.fp32_precision = before
 
 
 class Float32Products(TorchFunctionMode):

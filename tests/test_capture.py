@@ -32,11 +32,12 @@ from helpers.capture import (
     eager_attention_weights,
 )
 from helpers.checkpoint import Checkpoint
+from helpers.column_sums import attention_and_column_sums
 from helpers.errors import InputError
 from helpers.kimi_shaped import CONFIG
 from helpers.layer import AttentionLayer, load_attention
 from helpers.memory import capture_bytes, heads_at_once
-from helpers.products import Float32Products
+from helpers.products import Float32Products, float32_products_in
 
 # most prompts here are shorter than the default window of 32; one test looks at the warning
 pytestmark = pytest.mark.filterwarnings("ignore:A window of")
@@ -235,7 +236,7 @@ def test_narrow_layers_lose_no_precision_in_softmax_or_sums(
     """From the very queries and keys of a BF16 layer, the mass is right to float32: nothing is rounded on the way."""
     layer, _ = make_layer(tmp_path, config, dtype=dtype)
     hidden_states = hidden(layer, 48)
-    captured = capture_attention(layer, hidden_states, prompt_length=40, float32_logits=True)
+    captured = capture_attention(layer, hidden_states, prompt_length=40)
     with Float32Products(), spy(layer) as seen:
         layer.module(hidden_states, layer.position_embeddings(hidden_states), None)
     assert seen["query"].dtype == dtype
@@ -287,7 +288,7 @@ def test_eager_weights_of_a_bfloat16_layer_agree_to_its_precision(tmp_path: Path
     weights = eager_attention_weights(layer, hidden_states)
     assert weights.dtype == torch.bfloat16
     assert weights.float().triu(1).count_nonzero() == 0
-    mass = capture_attention(layer, hidden_states, float32_logits=True).mass
+    mass = capture_attention(layer, hidden_states).mass
     # logits up to 8 have steps of 2^-5 in BF16, and are rounded to half a step twice: as a product, and scaled
     np.testing.assert_allclose(weights.double().sum(dim=2), mass, rtol=2**-5)
     assert np.corrcoef(weights.double().sum(dim=2).ravel(), mass.ravel())[0, 1] > 0.9999
@@ -535,8 +536,8 @@ def test_long_latent_layers_are_expanded_few_heads_at_a_time() -> None:
 # Products in BF16
 
 
-def test_float32_logits_are_exact_and_bfloat16_ones_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A processor with BF16 instructions rounds logits, unless told not to; from the same queries and keys."""
+def test_products_by_bfloat16_instructions_round_no_logit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the same queries and keys, the mass is exact to float32 on any processor; the output to BF16."""
     layer, _ = make_layer(tmp_path, mla_config(), dtype=torch.bfloat16)
     hidden_states = hidden(layer, 200)
     with Float32Products(), spy(layer) as seen:
@@ -544,13 +545,35 @@ def test_float32_logits_are_exact_and_bfloat16_ones_close(tmp_path: Path, monkey
     q, k = (seen[part][0].double() for part in ("query", "key"))
     logits = (q @ k.transpose(1, 2) * seen["scaling"]).masked_fill(torch.ones(200, 200).triu(1).bool(), -math.inf)
     truth = logits.softmax(-1).sum(dim=1)
-    monkeypatch.setattr("helpers.capture.multiplies_in", lambda *_: torch.bfloat16)
-    rounded = capture_attention(layer, hidden_states)
-    exact = capture_attention(layer, hidden_states, float32_logits=True)
-    np.testing.assert_allclose(exact.mass[0], truth, rtol=1e-5)
-    distance = 0.5 * (rounded.mass[0] - truth).abs().sum(dim=1) / 200
-    assert 1e-5 < distance.max() < 5e-3
-    torch.testing.assert_close(rounded.output, exact.output, rtol=0.05, atol=0.05)
+    captured = {}
+    for products in (torch.bfloat16, torch.float32):
+        monkeypatch.setattr("helpers.capture.multiplies_in", lambda *_, products=products: products)
+        captured[products] = capture_attention(layer, hidden_states)
+        np.testing.assert_allclose(captured[products].mass[0], truth, rtol=1e-5)
+    fast, exact = (found.output.float() for found in captured.values())
+    torch.testing.assert_close(fast, exact, rtol=0.05, atol=0.05)
+
+
+def test_a_capture_leaves_torchs_precision_of_products_as_it_was(mla: AttentionLayer) -> None:
+    setting = torch.backends.mkldnn.matmul
+    assert setting.fp32_precision == "none"
+    capture_attention(mla, hidden(mla, 40))
+    assert setting.fp32_precision == "none"
+    with pytest.raises(ZeroDivisionError), float32_products_in("bf16"):
+        _ = 1 / 0
+    assert setting.fp32_precision == "none"
+
+
+def test_sums_stay_exact_where_products_of_float32_were_made_fast_for_the_whole_process(mla: AttentionLayer) -> None:
+    """torch.set_float32_matmul_precision("medium") is common in training scripts."""
+    expected = capture_attention(mla, hidden(mla, 300)).mass
+    with float32_products_in("bf16"):
+        hidden_states = hidden(mla, 300)
+        with spy(mla) as seen, float32_products_in("ieee"):
+            mla.module(hidden_states, mla.position_embeddings(hidden_states), None)
+        weights, sums = torch.ones(1, 1, 300), torch.zeros(1, 1, mla.n_heads, 300)
+        attention_and_column_sums(seen["query"], seen["key"], seen["value"], seen["scaling"], weights, sums)
+    torch.testing.assert_close(sums[0], expected, rtol=1e-6, atol=1e-6)
 
 
 # Memory and progress
@@ -561,11 +584,11 @@ def test_a_capture_that_memory_cannot_hold_is_refused_with_the_numbers(
 ) -> None:
     monkeypatch.setattr("helpers.memory.free_bytes", lambda device: 10**8)
     with pytest.raises(
-        InputError, match=r"Capturing 9,000 tokens takes about 0\.\d GB, and 0\.1 GB are free on cpu: lower"
+        InputError, match=r"Capturing 90,000 tokens takes about 0\.\d GB, and 0\.1 GB are free on cpu: lower"
     ):
-        capture_attention(mla, hidden(mla, 9000))
-    with pytest.raises(InputError, match=r"Capturing 3 samples of 9,000 tokens"):
-        capture_attention(mla, hidden(mla, 9000, batch=3))
+        capture_attention(mla, hidden(mla, 90000))
+    with pytest.raises(InputError, match=r"Capturing 3 samples of 90,000 tokens"):
+        capture_attention(mla, hidden(mla, 90000, batch=3))
 
 
 def test_long_work_shows_tokens_rate_and_time_left(

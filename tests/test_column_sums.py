@@ -95,6 +95,17 @@ def test_narrow_inputs_keep_float32_probabilities(form: Form, dtype: torch.dtype
     np.testing.assert_allclose(output.double(), expected_output, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_sums_of_bfloat16_products_are_exact_to_float32(shape: tuple[int, ...]) -> None:
+    q, k, v, weights = inputs(*shape, torch.bfloat16)
+    output, sums = run(
+        column_sums.attention_and_column_sums, q, k, v, weights, columns=shape[4], products=torch.bfloat16
+    )
+    expected_output, expected_sums = truth(q, k, v, weights)
+    np.testing.assert_allclose(sums, expected_sums, rtol=2e-5, atol=1e-7)
+    np.testing.assert_allclose(output.double(), expected_output, rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize("padded", ["left", "right", "holes", "everything"])
 def test_padding_is_seen_by_no_query(form: Form, padded: str) -> None:
     q, k, v, weights = inputs(3, 4, 2, 40, 40, 16, 16, torch.float32)
