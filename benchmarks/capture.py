@@ -11,7 +11,8 @@ The attention part, from queries, keys and values to output and column sums:
 - eager: transformers' eager attention and its matrix summed over queries, in BF16 as users run it;
 - eager32: the same in float32, for processors without BF16 instructions, where BF16 products are slow;
 - sdpa: torch's own causal attention, values padded to the keys' width so that it takes its flash kernel; output alone;
-- products: the two causal matrix products alone, block by block, in the type ours multiplies in. Nothing can be faster.
+- products32: the two causal matrix products alone, block by block, as ours makes them: BF16 factors, float32 results;
+- products: the same with results rounded to BF16, where the processor has BF16 instructions. Nothing can be faster.
 
 The whole layer, from hidden states: layer (ours) and layer-eager (transformers, summed over queries).
 """
@@ -51,12 +52,13 @@ from helpers.capture import ColumnSums, capture_attention
 from helpers.column_sums import attention_and_column_sums, multiplies_in, rows_at_once
 from helpers.kimi_shaped import CONFIG
 from helpers.layer import AttentionLayer, LoadReport
-from helpers.products import has_bfloat16_products
+from helpers.products import float32_products_in, has_bfloat16_products
 
 HEADS, WIDTH, V_WIDTH, SCALE = 64, 192, 128, 0.14467963
 # the longest input of each method: matrices beyond it don't fit 24 GB, or take many minutes
 METHODS = {
-    "ours": 10**6, "products": 10**6, "sdpa": 4096, "eager": 4096, "eager32": 4096, "layer": 10**6, "layer-eager": 4096,
+    "ours": 10**6, "products32": 10**6, "products": 10**6, "sdpa": 10**6, "eager": 4096, "eager32": 4096,
+    "layer": 10**6, "layer-eager": 4096,
 }  # fmt: skip
 
 
@@ -80,8 +82,9 @@ def ours(n: int) -> Callable[[], object]:
     return run
 
 
-def products(n: int) -> Callable[[], object]:
-    q, k, v = (x[0].to(multiplies_in(torch.bfloat16, torch.device("cpu"))) for x in inputs(n))
+def products(n: int, dtype: torch.dtype | None = None) -> Callable[[], object]:
+    fastest = multiplies_in(torch.bfloat16, torch.device("cpu"))
+    q, k, v = (x[0].to(dtype or fastest) for x in inputs(n))
     rows = rows_at_once(n, n, 1)
     logits = torch.empty(rows * n, dtype=q.dtype)
 
@@ -94,7 +97,11 @@ def products(n: int) -> Callable[[], object]:
                 torch.mm(q[h, start:end], keys[:, :end], out=x)
                 torch.mm(x, v[h, :end])
 
-    return run
+    def run_as_ours() -> None:
+        with float32_products_in("bf16" if fastest == torch.bfloat16 else "ieee"):
+            run()
+
+    return run_as_ours
 
 
 def sdpa(n: int) -> Callable[[], object]:
@@ -150,7 +157,7 @@ def measure(method: str, n: int) -> dict[str, Any]:
     """Seconds (the best of several for short inputs) and extra peak memory, in this process."""
     make = {
         "ours": ours, "products": products, "sdpa": sdpa, "eager": eager, "layer": layer, "layer-eager": layer_eager,
-        "eager32": lambda n: eager(n, torch.float32),
+        "eager32": lambda n: eager(n, torch.float32), "products32": lambda n: products(n, torch.float32),
     }[method]  # fmt: skip
     make(128)()  # libraries start their threads
     run = make(n)
@@ -184,15 +191,16 @@ def report(results: pd.DataFrame) -> str:
     seconds = results.pivot(index="tokens", columns="method", values="seconds")
     extra = results.pivot(index="tokens", columns="method", values="extra_bytes")
     rows = [
-        "| tokens | ours, s | eager + sum ÷ ours | float32 eager ÷ ours | sdpa ÷ ours | ours ÷ two products | "
-        "whole layer: eager ÷ ours | extra memory, MB | eager's ÷ ours |",
-        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| tokens | ours, s | eager + sum ÷ ours | float32 eager ÷ ours | ours ÷ sdpa | ours ÷ two products | "
+        "ours ÷ BF16 products | whole layer: eager ÷ ours | extra memory, MB | eager's ÷ ours |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for n in seconds.index:
         s, m = seconds.loc[n], extra.loc[n]
         ratios = [
-            s.get("eager", np.nan) / s["ours"], s.get("eager32", np.nan) / s["ours"], s.get("sdpa", np.nan) / s["ours"],
-            s["ours"] / s.get("products", np.nan), s.get("layer-eager", np.nan) / s.get("layer", np.nan),
+            s.get("eager", np.nan) / s["ours"], s.get("eager32", np.nan) / s["ours"], s["ours"] / s.get("sdpa", np.nan),
+            s["ours"] / s.get("products32", np.nan), s["ours"] / s.get("products", np.nan),
+            s.get("layer-eager", np.nan) / s.get("layer", np.nan),
         ]  # fmt: skip
         shown = " | ".join("–" if np.isnan(ratio) else f"{ratio:.1f}×" for ratio in ratios)
         memory_ratio = m.get("eager", np.nan) / m["ours"]
@@ -214,7 +222,7 @@ def figure(results: pd.DataFrame) -> plt.Figure:
     plots.use_style()
     drawn, (time_axes, memory_axes) = plt.subplots(1, 2, figsize=(11, 4.6))
     colours = sns.color_palette("colorblind", len(METHODS))
-    for colour, marker, method in zip(colours, "o^sDvPX", METHODS, strict=True):
+    for colour, marker, method in zip(colours, "o^sDvPX*", METHODS, strict=True):
         group = results[results["method"] == method]
         if len(group):
             style = {"color": colour, "marker": marker, "label": method}
