@@ -27,7 +27,7 @@ test: .venv/installed-tests  ## run every test
 lab: .venv/installed  ## open the notebooks in JupyterLab
 	@$(takes_none)$(BIN)/jupyter lab notebooks
 
-bench: .venv/installed  ## time and memory of the capture beside transformers and torch, as ratios (tens of minutes)
+bench: .venv/installed  ## time and memory of the capture beside transformers and torch, as ratios (ten minutes or more)
 	@$(takes_none)$(BIN)/python benchmarks/capture.py
 
 checkpoint-kimi-shaped: .venv/installed  ## random weights of Kimi K2.6's shapes, layer 0 (202 MB)  [FULL=1: 995 MB]

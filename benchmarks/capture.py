@@ -230,7 +230,7 @@ def figure(results: pd.DataFrame) -> plt.Figure:
             memory_axes.loglog(group["tokens"], group["extra_bytes"].clip(lower=1e6) / 1e9, **style)  # log has no 0
     time_axes.set(xlabel="tokens", ylabel="seconds", title="Time")
     memory_axes.set(xlabel="tokens", ylabel="GB above the inputs", title="Extra memory at the peak")
-    memory_axes.legend()
+    drawn.legend(*time_axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(METHODS))
     lengths = sorted(results["tokens"].unique())
     for axes in (time_axes, memory_axes):
         axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
