@@ -40,7 +40,7 @@ def capture_bytes(
     """Estimate the peak memory of a capture beyond the layer's weights and its input, in bytes.
 
     ``module`` may be on the meta device. The largest parts: what heads attended to (all heads, all tokens), the heads
-    that are expanded at a time, the column sums, the output, and two blocks of probabilities.
+    that are expanded at a time, the column sums, the output, and a block of probabilities.
     """
     at_once = heads_at_once(module, n_heads, batch * n_tokens, dtype)
     return _attention_bytes(module, n_heads, batch, n_tokens, dtype, at_once, STATISTICS + n_windows)
