@@ -1,6 +1,6 @@
 """Capturing attention, side by side with what else there is: time and extra peak memory, as ratios.
 
-    python benchmarks/capture.py [--lengths 256 1024 2048 4096 8192 16384] [--long 131072] [--out results/benchmarks]
+    .venv/bin/python benchmarks/capture.py [--lengths 256 1024 … 16384] [--long 131072] [--out results/benchmarks]
 
 Dimensions are Kimi K2.6's (64 heads, keys 192 and values 128 wide), BF16, batch 1. Each measurement is a process of its
 own, one after another in one run. "Extra" memory is the peak above what is there before: inputs, weights, libraries.

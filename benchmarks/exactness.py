@@ -1,17 +1,18 @@
 """How exact captured attention mass is: against float64 computed from the very queries and keys that the layer made.
 
-    make checkpoint-smollm2
-    python benchmarks/exactness.py [--tokens 1024]
+    make checkpoint-kimi-shaped checkpoint-smollm2
+    .venv/bin/python benchmarks/exactness.py [--tokens 1024]
 
 For each layer and dtype, over its heads: the largest relative error of a token's mass, and the largest total-variation
 distance between a head's normalised masses and float64's (half the sum of absolute differences). Beside them those of
 transformers' eager attention, whose logits and probabilities are rounded to the layer's dtype, and the largest logit: a
-float32 logit is off by its size times about 1e-7, and a probability by as much, relatively.
+float32 logit is off by about 1e-7 of its size, and its probability, relatively, by as much as the logit absolutely.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from transformers import AttentionInterface
 
 from helpers.capture import attention_implementation, capture_attention, eager_attention_weights
 from helpers.checkpoint import Checkpoint
+from helpers.errors import InputError
 from helpers.inputs import prepare_input
 from helpers.layer import AttentionLayer, load_attention
 from helpers.parameters import Parameters
@@ -89,4 +91,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except InputError as error:
+        sys.exit(f"Error: {error}")

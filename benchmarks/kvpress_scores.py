@@ -5,7 +5,7 @@ kvpress 0.5.5 needs transformers below 5.3, so it runs in an environment of its 
     python -m venv .venv-kvpress
     .venv-kvpress/bin/pip install torch==2.13.0 "transformers<5.3" kvpress==0.5.5
     make checkpoint-smollm2
-    python benchmarks/kvpress_scores.py --python .venv-kvpress/bin/python
+    .venv/bin/python benchmarks/kvpress_scores.py --python .venv-kvpress/bin/python
 
 kvpress scores a key with its mean attention over the queries that see it, averaged over the query heads that share it.
 From the attention mass that is mass / (number of queries that see the token), averaged over the group. Both sides run
@@ -96,6 +96,9 @@ def main() -> None:
         side, n, out = arguments.measure
         measure(side, arguments.checkpoint, int(n), out)
         return
+    for needed in (arguments.python, arguments.checkpoint):
+        if not Path(needed).exists():
+            sys.exit(f"Error: {needed} does not exist: the first lines of {Path(__file__).name} say how to make it.")
     print("| tokens | kvpress, s | ours, s | kvpress ÷ ours | kvpress, MB | ours, MB | largest relative difference |")
     print("|---:|---:|---:|---:|---:|---:|---:|")
     for n in arguments.lengths:

@@ -25,7 +25,7 @@ from helpers.column_sums import attention_and_column_sums, multiplies_in
 from helpers.errors import InputError
 from helpers.layer import AttentionLayer, attention_window
 from helpers.memory import STATISTICS, check_capture_fits, heads_at_once
-from helpers.products import Float32Products
+from helpers.products import ONE_AT_A_TIME, Float32Products
 
 WINDOW = 32  # queries of ``mass_window`` (SnapKV's observation window)
 DECAY = 0.98  # forgetting factor of ``mass_decayed`` (as in A2SF)
@@ -58,17 +58,25 @@ class ColumnSums:
         Raises:
             InputError: an empty prompt, a window of no query, or a decay outside (0, 1].
         """
-        if prompt_length is not None and prompt_length < 1:
-            raise InputError(f"A prompt of {prompt_length} tokens has nothing to score: it takes at least 1.")
-        if not windows or min(windows) < 1:
-            raise InputError(f"A window takes at least 1 query, and the windows are {list(windows)}.")
+        if prompt_length is not None and (type(prompt_length) is not int or prompt_length < 1):
+            raise InputError(f"A prompt takes a whole number of tokens, at least 1, not {prompt_length!r}.")
+        if not isinstance(windows, tuple | list) or not windows or any(type(w) is not int or w < 1 for w in windows):
+            raise InputError(f"windows are whole numbers of queries, at least 1, such as (16, 32), not {windows!r}.")
         if not 0 < decay <= 1:
             raise InputError(f"decay is above 0 and at most 1, not {decay:g}.")
         self.prompt_length = prompt_length
-        self.windows = windows
+        self.windows = tuple(windows)
         self.decay = decay
-        self.sums = torch.empty(0)  # [statistics, B, H, P]
+        self._sums: torch.Tensor | None = None
+        self.n_read = 0  # tokens, padding included
         self.progress: Callable[[int], object] | None = None
+
+    @property
+    def sums(self) -> torch.Tensor:
+        """All statistics [S, B, H, P]: mass, one a window, the last query's, decayed, the continuation's."""
+        if self._sums is None:
+            raise InputError("Nothing has been recorded: run the model first.")
+        return self._sums
 
     @property
     def mass(self) -> torch.Tensor:
@@ -108,17 +116,19 @@ class ColumnSums:
         if n_queries == n_keys:
             prompt = self.prompt_length or n_keys
             for w in self.windows:
-                if w > prompt:
+                if w > prompt and self.windows != (WINDOW,):
                     warnings.warn(
                         f"A window of {w} queries is longer than the prompt of {prompt}: all its queries are taken.",
                         stacklevel=2,
                     )
-            self.sums = torch.zeros(STATISTICS + len(self.windows), batch, heads, prompt, device=device)
-        elif self.sums.shape[1:3] != (batch, heads):
+            self._sums = torch.zeros(STATISTICS + len(self.windows), batch, heads, prompt, device=device)
+        elif self._sums is None or self._sums.shape[1:3] != (batch, heads):
+            recorded = "none" if self._sums is None else "{} of {}".format(*self._sums.shape[1:3])
             raise InputError(
                 f"A cache of {n_keys - n_queries} tokens goes on with {batch} samples of {heads} heads, and recorded "
-                f"are {list(self.sums.shape[1:3])}: start recording before the first token, and keep the batch."
+                f"are {recorded}: start recording before the first token, and keep the batch."
             )
+        self.n_read = n_keys
 
     def query_weights(self, n_queries: int, n_keys: int, real: torch.Tensor | None) -> torch.Tensor:
         """Weights [statistics, B or 1, N] that turn the probabilities of the last N queries into the statistics.
@@ -130,12 +140,13 @@ class ColumnSums:
         age = prompt - 1 - position  # prompt queries that come after this one
         of_prompt, later = position < prompt, position >= prompt
         if real is not None:
+            in_parts = n_keys < prompt or 0 < first < prompt
+            if in_parts and not real[:, min(n_keys, prompt) - 1].all():
+                raise InputError("A prompt that comes in parts can be padded on the left only.")
             if n_keys >= prompt:
                 in_prompt = real[:, :prompt].long()
                 after = in_prompt.sum(dim=1, keepdim=True) - in_prompt.cumsum(dim=1)
                 age = nn.functional.pad(after, (0, n_keys - prompt))[:, first:]
-            elif not real[:, -1].all():
-                raise InputError("A prompt that comes in parts can be padded on the left only.")
             of_prompt, later = of_prompt & real[:, first:], later & real[:, first:]
         decayed = torch.pow(self.decay, age.clamp(min=0).double()).float()
         decayed[decayed < torch.finfo(torch.float32).tiny] = 0.0
@@ -162,14 +173,20 @@ def capture_attention(
     """Run ``layer`` over ``hidden_states`` [B, L, hidden] and return its :class:`Capture`.
 
     The first ``prompt_length`` tokens (default: all) are the prompt. Samples of a batch never mix. Hidden states are
-    taken to the layer's device and dtype. A window longer than the prompt takes all of it.
+    taken to the layer's device and dtype. A window longer than the prompt takes all of it. Captures of several threads
+    wait for each other.
 
     Raises:
         InputError: hidden states of another width or with NaN or infinity, a prompt longer than the input or empty, an
             attention that isn't plain causal softmax over this length, or a length that memory doesn't hold.
     """
-    if hidden_states.ndim != 3:
-        raise InputError(f"Hidden states are [batch, tokens, width], not of shape {list(hidden_states.shape)}.")
+    if not isinstance(layer, AttentionLayer):
+        raise InputError(f"The layer is what load_attention() gives, not {type(layer).__name__}.")
+    if not isinstance(hidden_states, torch.Tensor) or hidden_states.ndim != 3 or not hidden_states.numel():
+        what = list(hidden_states.shape) if isinstance(hidden_states, torch.Tensor) else type(hidden_states).__name__
+        raise InputError(f"Hidden states are a tensor [batch, tokens, width] with something in it, not {what}.")
+    if layer.module in _RECORDING:
+        raise InputError(f"Layer {layer.index} is being recorded already: capture it outside record_attention().")
     n_tokens = hidden_states.shape[1]
     _check_input(layer, hidden_states, prompt_length)
     captured = Capture(n_tokens if prompt_length is None else prompt_length, windows, decay)
@@ -178,6 +195,7 @@ def capture_attention(
     )
     hidden_states = hidden_states.to(device=layer.device, dtype=layer.dtype)
     with (
+        ONE_AT_A_TIME,
         torch.no_grad(),
         Float32Products(),
         attention_implementation(layer.module),
@@ -187,7 +205,8 @@ def capture_attention(
     if not torch.isfinite(captured.mass).all():  # finite inputs: a product has left the range of its type
         raise InputError(
             f"Attention of layer {layer.index} is not finite: its logits are too large for "
-            f"{str(layer.dtype).removeprefix('torch.')}. Use dtype=bfloat16 or float32, or a smaller embedding_std."
+            f"{str(layer.dtype).removeprefix('torch.')}. Use dtype=bfloat16 or float32, or smaller "
+            "inputs (embedding_std)."
         )
     return captured
 
@@ -201,28 +220,49 @@ def record_attention(
     Yields layer number -> :class:`ColumnSums`, filled by the forward passes inside the ``with`` block: any batch,
     padded or not, with or without a growing cache. A call without earlier keys starts anew. By default the first call
     is the prompt, and what follows on its cache (chunks, decoding) is its continuation; ``prompt_length`` counts the
-    prompt's columns, padding included, when it comes in parts.
+    prompt's columns, padding included, when it comes in parts. Of a multimodal model, the text decoder is recorded.
+
+    Not for assisted decoding, whose rejected drafts would count as continuation, nor for beam search; and one thread at
+    a time.
 
     Raises:
-        InputError: a model without causal self-attention layers, or whose attention can't be replaced.
+        InputError: a model without causal self-attention layers, or whose attention can't be replaced, or is being
+            recorded already; at the end, a mass that isn't finite.
     """
-    layers = getattr(model.get_decoder(), "layers", ())
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    layers = getattr(decoder, "layers", ())
     modules = {i: part.self_attn for i, part in enumerate(layers) if hasattr(part, "self_attn")}
     if not modules or not all(getattr(module, "is_causal", False) for module in modules.values()):
         raise InputError(f"{type(model).__name__} is no stack of causal self-attention layers: nothing to record.")
+    if any(module in _RECORDING for module in modules.values()):
+        raise InputError(f"{type(model).__name__} is being recorded already.")
     recorded = {i: ColumnSums(prompt_length, windows, decay) for i in modules}
-    before = model.config._attn_implementation
+    before = decoder.config._attn_implementation
     try:
-        model.set_attn_implementation(IMPLEMENTATION)
-    except ValueError as error:
-        raise InputError(f"{type(model).__name__} doesn't let its attention be replaced: {error}") from error
-    _RECORDING.update({module: recorded[i] for i, module in modules.items()})
-    try:
+        try:
+            decoder.set_attn_implementation(IMPLEMENTATION)  # of a vision tower beside it, nothing is changed
+        except ValueError as error:
+            raise InputError(f"{type(model).__name__} doesn't let its attention be replaced: {error}") from error
+        _RECORDING.update({module: recorded[i] for i, module in modules.items()})
         yield recorded
     finally:
         for module in modules.values():
-            del _RECORDING[module]
-        model.set_attn_implementation(before)
+            _RECORDING.pop(module, None)
+        decoder.set_attn_implementation(before)
+    _check_recorded(recorded)
+
+
+def _check_recorded(recorded: Mapping[int, ColumnSums]) -> None:
+    for i, record in recorded.items():
+        if record.n_read and not torch.isfinite(record.sums).all():
+            raise InputError(f"Attention of layer {i} is not finite: its logits are too large for the model's dtype.")
+    record = recorded[min(recorded)]
+    if record.n_read and record.prompt_length is not None and record.n_read < record.prompt_length:
+        warnings.warn(
+            f"Only {record.n_read} of the prompt's {record.prompt_length} tokens were read: what is counted from its "
+            "end (mass_windows, mass_last, mass_decayed) is of no use.",
+            stacklevel=4,
+        )
 
 
 def capture_digest(layer: AttentionLayer, hidden_states: torch.Tensor, prompt_length: int) -> str:
@@ -276,9 +316,13 @@ def _column_sums_attention(
     changed = [part for part in ("softcap", "s_aux", "position_bias") if kwargs.get(part) is not None]
     if changed:
         raise InputError(f"{name} changes its softmax ({', '.join(changed)}): it is not supported.")
+    if not kwargs.get("is_causal", getattr(module, "is_causal", False)):
+        raise InputError(f"{name} is not causal self-attention: it can't be recorded.")
+    if dropout:
+        raise InputError(f"{name} drops attention at random: call eval() on the model before it is recorded.")
     if attention_mask is not None and attention_mask.ndim != 2:
         raise InputError(f"{name} masks more than padding and the future: its attention can't be recorded.")
-    if torch.is_grad_enabled() and query.requires_grad:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
         raise InputError("Recording attention keeps no gradients: run the model under torch.no_grad().")
     batch, heads, n_queries, _ = query.shape
     n_keys = key.shape[2]

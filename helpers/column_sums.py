@@ -19,7 +19,7 @@ HEADS_ELEMENTS = 2**21  # short inputs: this many probabilities are worth one ca
 
 
 def multiplies_in(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The type that the factors of Q·Kᵀ and P·V are held in while they are multiplied: the fastest one here.
+    """The type that the factors of Q·Kᵀ and P·V, which are held in float32, are multiplied in: the fastest one here.
 
     BF16 for BF16 inputs where a CPU has instructions for it; for the output, probabilities are then rounded to BF16.
     Logits are float32 and as exact either way: BF16 inputs are not rounded again, and products add up in float32.

@@ -96,7 +96,7 @@ def check_capture_fits(
         samples = f"{batch} samples of " if batch > 1 else ""
         raise InputError(
             f"Capturing {samples}{n_tokens:,} tokens takes about {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are "
-            f"free on {torch.device(device).type}: lower seq_len or continuation."
+            f"free on {torch.device(device).type}: take fewer tokens (lower seq_len or continuation)."
         )
 
 

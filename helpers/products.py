@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -12,6 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 NARROW = (torch.bfloat16, torch.float16)
+ONE_AT_A_TIME = threading.RLock()  # held while torch's settings aren't its user's
 ROWS_AT_ONCE = 512  # of a weight made float32: a block that stays in the processor's cache
 TOKENS_AT_ONCE = 4096  # of an input made float32: long inputs are never held twice
 
@@ -27,19 +29,23 @@ def float32_products_in(precision: str) -> Iterator[None]:
     """Let float32 matrix products on a CPU take their factors in ``"bf16"`` (sums stay float32), or in ``"ieee"``.
 
     oneDNN's fpmath mode. Where factors are BF16 numbers already, ``"bf16"`` loses nothing, and is several times faster
-    on processors with BF16 instructions; on others it changes nothing.
+    on processors with BF16 instructions; on others it changes nothing. The setting is the process's: one thread at a
+    time has it, but float32 products that other threads make meanwhile are made as it says.
     """
-    setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = setting.fp32_precision
-    setting.fp32_precision = precision
-    try:
-        yield
-    finally:
-        setting.fp32_precision = before
+    backend: Any = torch.backends.mkldnn
+    with ONE_AT_A_TIME:
+        before = backend.matmul.fp32_precision
+        if before == backend.fp32_precision:
+            before = "none"  # what it inherits goes on being inherited
+        backend.matmul.fp32_precision = precision
+        try:
+            yield
+        finally:
+            backend.matmul.fp32_precision = before
 
 
 class Float32Products(TorchFunctionMode):
-    """Multiply BF16 and FP16 matrices on a CPU in float32, and round each result once to the narrow type.
+    """Let linear layers and ``torch.matmul`` of BF16 and FP16 on a CPU multiply in float32, and round each result once.
 
     The numbers are those of a narrow product with float32 accumulation, whatever the processor; where it has no BF16
     instructions (AVX2), its own BF16 product is about six times slower than this. Where it has them, they are used.

@@ -10,7 +10,18 @@ import torch
 from conftest import llama_config, make_model, mla_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import BertConfig, BertModel, DynamicCache, MistralConfig, StaticCache
+from transformers import (
+    BertConfig,
+    BertModel,
+    CLIPVisionConfig,
+    DynamicCache,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    MistralConfig,
+    StaticCache,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
 
 from helpers.capture import ColumnSums, record_attention
 from helpers.errors import InputError
@@ -233,7 +244,118 @@ def test_a_model_that_is_not_causal_is_refused() -> None:
 @pytest.mark.parametrize("prompt", [0, -3])
 def test_an_empty_prompt_is_refused(gqa: Model, prompt: int) -> None:
     with (
-        pytest.raises(InputError, match=f"A prompt of {prompt} tokens has nothing to score"),
+        pytest.raises(InputError, match=f"A prompt takes a whole number of tokens, at least 1, not {prompt}"),
         record_attention(gqa, prompt_length=prompt),
     ):
+        pass
+
+
+# -- models that hold more than a decoder, and uses that can't be recorded
+
+
+def multimodal() -> Model:
+    vision = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=4, image_size=16, patch_size=4
+    )
+    config = LlavaConfig(
+        vision_config=vision, text_config=llama_config(), image_token_index=199, vision_feature_layer=-1
+    )
+    torch.manual_seed(0)
+    model = LlavaForConditionalGeneration(config).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.mul_(8)
+    return model
+
+
+def test_of_a_multimodal_model_the_decoder_is_recorded_and_the_vision_tower_runs_as_before() -> None:
+    model = multimodal()
+    ids = tokens(1, 30) % 190
+    ids[0, 4 : 4 + 16] = 199
+    pixels = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model(input_ids=ids, pixel_values=pixels).logits
+        with record_attention(model) as layers:
+            recorded = model(input_ids=ids, pixel_values=pixels).logits
+        model.set_attn_implementation("eager")
+        truth = model(input_ids=ids, pixel_values=pixels, output_attentions=True).attentions
+    torch.testing.assert_close(recorded, expected, rtol=1e-4, atol=1e-4)
+    for i, p in enumerate(truth):
+        np.testing.assert_allclose(layers[i].mass, p.double().sum(dim=2), rtol=1e-3, atol=1e-5)
+
+
+def test_attention_beside_the_causal_one_is_refused_not_made_causal() -> None:
+    config = WhisperConfig(
+        vocab_size=100, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, num_mel_bins=8, max_source_positions=20,
+        max_target_positions=30, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+    )  # fmt: skip
+    model = WhisperForConditionalGeneration(config).eval()
+    with torch.no_grad(), record_attention(model), pytest.raises(InputError, match="is not causal self-attention"):
+        model(input_features=torch.randn(1, 8, 40), decoder_input_ids=torch.tensor([[3, 4, 5]]))
+
+
+@torch.no_grad()
+def test_a_model_that_is_being_recorded_is_not_recorded_again(gqa: Model) -> None:
+    before = gqa.config._attn_implementation
+    with record_attention(gqa) as layers:
+        with pytest.raises(InputError, match="is being recorded already"), record_attention(gqa):
+            pass
+        gqa(tokens(1, 8))
+    assert float(layers[0].mass.sum()) == pytest.approx(8 * 6, rel=1e-5)
+    assert gqa.config._attn_implementation == before
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("chunk", [1, 5, 8, 12])
+def test_right_padding_that_begins_in_the_last_chunk_is_refused_too(gqa: Model, chunk: int) -> None:
+    mask = torch.ones(2, 16, dtype=torch.long)
+    mask[1, 13:] = 0
+    cache = DynamicCache(config=gqa.config)
+
+    def read_in_parts() -> None:
+        for start in range(0, 16, chunk):
+            end = min(start + chunk, 16)
+            gqa(tokens(2, 16)[:, start:end], attention_mask=mask[:, :end], cache=cache)
+
+    with (
+        pytest.raises(InputError, match="A prompt that comes in parts can be padded on the left only"),
+        record_attention(gqa, 16),
+    ):
+        read_in_parts()
+
+
+@torch.no_grad()
+def test_a_prompt_that_was_not_read_to_its_end_is_said(gqa: Model) -> None:
+    with pytest.warns(UserWarning, match="Only 40 of the prompt's 50 tokens were read"), record_attention(gqa, 50):
+        gqa(tokens(1, 40))
+
+
+@torch.no_grad()
+def test_attention_that_is_not_finite_is_said_at_the_end() -> None:
+    model = make_model(llama_config())
+    model.model.layers[0].self_attn.q_proj.weight.fill_(torch.inf)
+    with pytest.raises(InputError, match="Attention of layer 0 is not finite"), record_attention(model):
+        model(tokens(1, 8))
+
+
+def test_dropout_is_refused() -> None:
+    model = make_model(llama_config(attention_dropout=0.5)).train()
+    with torch.no_grad(), record_attention(model), pytest.raises(InputError, match="call eval"):
+        model(tokens(1, 8))
+
+
+@pytest.mark.parametrize("projection", ["q_proj", "k_proj", "v_proj"])
+def test_gradients_of_any_projection_are_refused(projection: str) -> None:
+    model = make_model(llama_config()).requires_grad_(False)
+    getattr(model.model.layers[0].self_attn, projection).requires_grad_(True)
+    with record_attention(model), pytest.raises(InputError, match="keeps no gradients"):
+        model(tokens(1, 8))
+
+
+def test_what_was_never_run_and_what_is_no_model_are_said(gqa: Model) -> None:
+    with record_attention(gqa) as layers:
+        pass
+    with pytest.raises(InputError, match="Nothing has been recorded"):
+        _ = layers[0].mass
+    with pytest.raises(InputError, match="Linear is no stack of causal"), record_attention(torch.nn.Linear(2, 2)):
         pass
