@@ -26,7 +26,7 @@ from transformers import (
 from helpers.capture import ColumnSums, record_attention
 from helpers.errors import InputError
 
-pytestmark = pytest.mark.filterwarnings("ignore:A window of")
+pytestmark = pytest.mark.filterwarnings("ignore:A window of", "ignore:Only . of the prompt's")
 Model = Any
 
 
