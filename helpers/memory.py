@@ -55,7 +55,7 @@ def decoder_layer_bytes(layer: Any, config: Any, n_tokens: int, dtype: torch.dty
     weights = sum(tensor.numel() for tensor in layer.state_dict().values()) * itemsize
     attention = _attention_bytes(layer.self_attn, n_heads, 1, n_tokens, dtype, n_heads, 0)
     feed_forward = 3 * n_tokens * config.intermediate_size * itemsize  # gate, up, and their product
-    norms = 4 * n_tokens * config.hidden_size * 4  # the stream beside the layer, and its norm in float32
+    norms = 5 * n_tokens * config.hidden_size * 4  # the stream beside the layer, its squares and norm in float32
     return weights + norms + attention + feed_forward  # allocators keep what attention gives back
 
 
