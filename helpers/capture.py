@@ -180,15 +180,12 @@ def capture_attention(
         InputError: hidden states of another width or with NaN or infinity, a prompt longer than the input or empty, an
             attention that isn't plain causal softmax over this length, or a length that memory doesn't hold.
     """
-    if not isinstance(layer, AttentionLayer):
-        raise InputError(f"The layer is what load_attention() gives, not {type(layer).__name__}.")
-    if not isinstance(hidden_states, torch.Tensor) or hidden_states.ndim != 3 or not hidden_states.numel():
-        what = list(hidden_states.shape) if isinstance(hidden_states, torch.Tensor) else type(hidden_states).__name__
-        raise InputError(f"Hidden states are a tensor [batch, tokens, width] with something in it, not {what}.")
+    check_hidden_states(layer, hidden_states)
+    n_tokens = hidden_states.shape[1]
+    if prompt_length is not None and not 1 <= prompt_length <= n_tokens:
+        raise InputError(f"A prompt of {prompt_length} tokens doesn't fit an input of {n_tokens}.")
     if layer.module in _RECORDING:
         raise InputError(f"Layer {layer.index} is being recorded already: capture it outside record_attention().")
-    n_tokens = hidden_states.shape[1]
-    _check_input(layer, hidden_states, prompt_length)
     captured = Capture(n_tokens if prompt_length is None else prompt_length, windows, decay)
     check_capture_fits(
         layer.module, layer.n_heads, len(hidden_states), n_tokens, layer.dtype, layer.device, n_windows=len(windows)
@@ -262,6 +259,33 @@ def _check_recorded(recorded: Mapping[int, ColumnSums]) -> None:
             f"Only {record.n_read} of the prompt's {record.prompt_length} tokens were read: what is counted from its "
             "end (mass_windows, mass_last, mass_decayed) is of no use.",
             stacklevel=4,
+        )
+
+
+def check_hidden_states(layer: AttentionLayer, hidden_states: torch.Tensor) -> None:
+    """Refuse what ``layer`` can't read alone and causally; ``hidden_states`` [B, L, hidden].
+
+    Raises:
+        InputError: hidden states of another shape or with NaN or infinity, or an attention that isn't plain causal
+            softmax over this length.
+    """
+    if not isinstance(layer, AttentionLayer):
+        raise InputError(f"The layer is what load_attention() gives, not {type(layer).__name__}.")
+    if not isinstance(hidden_states, torch.Tensor) or hidden_states.ndim != 3 or not hidden_states.numel():
+        what = list(hidden_states.shape) if isinstance(hidden_states, torch.Tensor) else type(hidden_states).__name__
+        raise InputError(f"Hidden states are a tensor [batch, tokens, width] with something in it, not {what}.")
+    _, n_tokens, width = hidden_states.shape
+    if not getattr(layer.module, "is_causal", False):
+        raise InputError(f"Layer {layer.index} ({type(layer.module).__name__}) is not causal self-attention.")
+    if width != layer.config.hidden_size:
+        raise InputError(f"Hidden states are {width} wide, and the layer takes {layer.config.hidden_size}.")
+    if not torch.isfinite(hidden_states).all():
+        bad = int((~torch.isfinite(hidden_states)).sum())
+        raise InputError(f"The hidden states hold {bad:,} values that are NaN or infinite.")
+    window = attention_window(layer.config, layer.index)
+    if window is not None and n_tokens > window:
+        raise InputError(
+            f"Layer {layer.index} attends to the last {window} tokens only, not to all {n_tokens}: lower seq_len."
         )
 
 
@@ -491,21 +515,3 @@ def _progress(captured: Capture, batch: int, heads: int, n_tokens: int) -> Itera
         captured.progress = lambda done: bar.update(min(done * total / pairs, total - bar.n))
         yield
     captured.progress = None
-
-
-def _check_input(layer: AttentionLayer, hidden_states: torch.Tensor, prompt_length: int | None) -> None:
-    _, n_tokens, width = hidden_states.shape
-    if not getattr(layer.module, "is_causal", False):
-        raise InputError(f"Layer {layer.index} ({type(layer.module).__name__}) is not causal self-attention.")
-    if width != layer.config.hidden_size:
-        raise InputError(f"Hidden states are {width} wide, and the layer takes {layer.config.hidden_size}.")
-    if prompt_length is not None and not 1 <= prompt_length <= n_tokens:
-        raise InputError(f"A prompt of {prompt_length} tokens doesn't fit an input of {n_tokens}.")
-    if not torch.isfinite(hidden_states).all():
-        bad = int((~torch.isfinite(hidden_states)).sum())
-        raise InputError(f"The hidden states hold {bad:,} values that are NaN or infinite.")
-    window = attention_window(layer.config, layer.index)
-    if window is not None and n_tokens > window:
-        raise InputError(
-            f"Layer {layer.index} attends to the last {window} tokens only, not to all {n_tokens}: lower seq_len."
-        )

@@ -6,19 +6,81 @@ query heads and over queries i >= j of the softmax probability p(i -> j).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 import torch
 
+from helpers.errors import InputError
+
 Scores = npt.NDArray[np.float64]
+Captured = Mapping[str, torch.Tensor]
+POOLED = 5  # neighbours that ``window`` averages over (SnapKV's pooling kernel)
 
 
-def attention_mass(mass: torch.Tensor) -> Scores:
-    """H2O's score, ``sum``: per-head mass [H, P] -> [P], summed over heads (Zhang et al. 2023, arXiv:2306.14048)."""
-    summed: Scores = mass.double().sum(dim=0).cpu().numpy()
-    return summed
+def attention_mass(captured: Captured) -> Scores:
+    """``sum``, H2O's score [P]: Σ over heads and prompt queries i ≥ j of p(i → j) (Zhang et al., arXiv:2306.14048)."""
+    return _over_heads(captured["mass"])
+
+
+def mean_score(captured: Captured) -> Scores:
+    """``mean`` [P]: mass ÷ (heads × prompt queries that see the token), as kvpress's observed attention divides it."""
+    n_heads, n_tokens = captured["mass"].shape
+    return attention_mass(captured) / (n_heads * np.arange(n_tokens, 0, -1))
+
+
+def calibrated_score(captured: Captured) -> Scores:
+    """``calibrated`` [P]: mass ÷ what the uniform-causal null gives the token; 1 is what its position explains."""
+    n_heads, n_tokens = captured["mass"].shape
+    return attention_mass(captured) / uniform_causal_null(n_tokens, n_heads)
+
+
+def window_score(captured: Captured) -> Scores:
+    """``window`` [P]: mass from the last 32 prompt queries, averaged over 5 neighbours (SnapKV, arXiv:2404.14469).
+
+    Beyond both ends the average takes zeros, as SnapKV's does. SnapKV leaves the window's own tokens out of it, which
+    concerns the two tokens before the window.
+    """
+    padded = np.pad(_over_heads(captured["mass_window"]), POOLED // 2)
+    return np.convolve(padded, np.full(POOLED, 1 / POOLED), mode="valid")
+
+
+def last_score(captured: Captured) -> Scores:
+    """``last`` [P]: mass from the last prompt query, Σ over heads of p(P - 1 → j) (TOVA, arXiv:2401.06104)."""
+    return _over_heads(captured["mass_last"])
+
+
+def decayed_score(captured: Captured) -> Scores:
+    """``decayed`` [P]: Σ over heads and prompt queries of γ^(P-1-i) · p(i → j), γ = 0.98 (A2SF, arXiv:2407.20485)."""
+    return _over_heads(captured["mass_decayed"])
+
+
+# A score takes the captured statistics of some heads, by name, each [H, P], and gives one number a token, higher is
+# kept. One captured pass serves them all.
+SCORES: dict[str, Callable[[Captured], Scores]] = {
+    "sum": attention_mass,
+    "mean": mean_score,
+    "calibrated": calibrated_score,
+    "window": window_score,
+    "last": last_score,
+    "decayed": decayed_score,
+}
+
+
+def scores_by_group(name: str, captured: Captured, n_groups: int) -> Scores:
+    """The score ``name`` [G, P] of each of G groups of neighbouring heads on its own.
+
+    G = key-value heads is what a grouped-query cache can use; G = heads is a choice for each query head.
+    """
+    n_heads = len(captured["mass"])
+    if n_groups < 1 or n_heads % n_groups:
+        raise InputError(f"{n_heads} heads don't make {n_groups} equal groups.")
+    size = n_heads // n_groups
+    parts = [slice(first, first + size) for first in range(0, n_heads, size)]
+    return np.stack([SCORES[name]({key: mass[part] for key, mass in captured.items()}) for part in parts])
 
 
 def uniform_causal_null(seq_len: int, n_heads: int) -> Scores:
@@ -40,6 +102,40 @@ def squared_correlation(score: Scores, null: Scores) -> float | None:
     if len(score) < 3 or np.ptp(score) == 0 or np.ptp(null) == 0:
         return None
     return float(np.corrcoef(score, null)[0, 1] ** 2)
+
+
+def heavy_tail(score: Scores, categories: list[str]) -> dict[str, float | None]:
+    """How unevenly a score [P] is spread, and how much its choice is that of position; None where undefined.
+
+    - ``top_1_percent``, ``top_5_percent``, ``top_10_percent``: share of all mass that the highest 1, 5, 10 % hold (at
+      least one token);
+    - ``gini``: 0 if all tokens have the same, towards 1 if one has all;
+    - ``heavy_to_evicted``: mean of the heavy hitters kept ÷ mean of the evicted;
+    - ``overlap_with_null``: share of the heavy hitters that the null would keep too, the middle's earliest;
+    - ``rank_correlation``: Spearman's, of the score with the token's index.
+    """
+    ordered = np.sort(score)[::-1]
+    n, total = len(score), float(score.sum())
+    found: dict[str, float | None] = {}
+    for percent in (1, 5, 10):
+        top = ordered[: max(1, round(n * percent / 100))]
+        found[f"top_{percent}_percent"] = float(top.sum() / total) if total else None
+    rank = np.arange(n, 0, -1)  # of ``ordered``, counted from the smallest
+    found["gini"] = float(2 * (rank * ordered).sum() / (n * total) - (n + 1) / n) if total else None
+    described = describe_eviction(score, categories)
+    heavy = described["counts"]["heavy"]
+    found["heavy_to_evicted"] = described["heavy_to_evicted"]
+    found["overlap_with_null"] = described["heavy_among_earliest"] / heavy if heavy else None
+    ranks = pd.Series(score).rank().to_numpy()
+    varies = n > 1 and np.ptp(score) > 0
+    found["rank_correlation"] = float(np.corrcoef(ranks, np.arange(n))[0, 1]) if varies else None
+    return found
+
+
+def chance_overlap(categories: list[str]) -> float | None:
+    """Share of the heavy hitters that would be among the middle's earliest if they were drawn at random."""
+    heavy, evicted = categories.count("heavy"), categories.count("evicted")
+    return heavy / (heavy + evicted) if heavy else None
 
 
 def describe_eviction(score: Scores, categories: list[str]) -> dict[str, Any]:
@@ -76,3 +172,8 @@ def heavy_among_earliest(categories: list[str]) -> int:
 
 def _mean(values: Scores) -> float | None:
     return float(values.mean()) if len(values) else None
+
+
+def _over_heads(mass: torch.Tensor) -> Scores:
+    summed: Scores = mass.double().sum(dim=0).cpu().numpy()
+    return summed

@@ -87,7 +87,7 @@ def test_random_weights_give_the_demos_figures(tmp_path: Path, seed: int) -> Non
 
     def figures(embedding_std: float) -> tuple[dict, float]:
         hidden_states = random_embeddings(256, 7168, embedding_std, seed, torch.bfloat16)
-        score = attention_mass(capture_attention(layer, hidden_states).mass[0])
+        score = attention_mass(capture_attention(layer, hidden_states).first_sample())
         return describe_eviction(score, evict(score, 4, 32, 64)), squared_correlation(score, null)
 
     wide, _ = figures(embedding_std=1.0)

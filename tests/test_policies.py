@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.errors import InputError
-from helpers.policies import CATEGORIES, evict
+from helpers.policies import CATEGORIES, control_score, evict, kept_tokens
 
 # few distinct values, so that ties are the rule
 scores = st.lists(st.one_of(st.sampled_from([0.0, 1.0, 2.0]), st.floats(-1e6, 1e6)), max_size=80)
@@ -94,3 +94,30 @@ def test_negative_counts_are_refused_by_name(name: str) -> None:
 def test_scores_by_head_are_refused() -> None:
     with pytest.raises(InputError, match="sum over heads first"):
         evict(torch.rand(4, 8), 0, 0, 1)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 4), st.integers(0, 30), counts, counts, counts, st.integers(0, 2**32 - 1))
+def test_sets_of_groups_are_those_of_each_alone_and_nested_in_larger_budgets(
+    n_groups: int, n: int, n_sink: int, n_recent: int, budget: int, seed: int
+) -> None:
+    score = np.random.default_rng(seed).integers(0, 4, size=(n_groups, n)).astype(float)
+    kept = kept_tokens(score, n_sink, n_recent, budget)
+    for row, one in zip(kept, score, strict=True):
+        assert list(row) == [category != "evicted" for category in evict(one, n_sink, n_recent, budget)]
+    assert (kept <= kept_tokens(score, n_sink, n_recent, budget + 1)).all()
+
+
+def test_controls_keep_the_latest_the_earliest_and_by_seed_others() -> None:
+    def middle(name: str, seed: int = 0) -> list[int]:
+        categories = evict(control_score(name, 20, seed), 2, 3, 4)
+        return [j for j, category in enumerate(categories) if category == "heavy"]
+
+    assert middle("recency") == [13, 14, 15, 16]
+    assert middle("earliest") == [2, 3, 4, 5]
+    assert middle("random", 1) == middle("random", 1) != middle("random", 2)
+
+
+def test_random_keeps_each_token_equally_often() -> None:
+    kept = [kept_tokens(control_score("random", 12, seed), 1, 1, 3)[1:-1] for seed in range(4000)]
+    np.testing.assert_allclose(np.mean(kept, axis=0), 0.3, atol=0.03)
