@@ -208,6 +208,16 @@ def capture_attention(
     return captured
 
 
+def prompt_statistics(
+    layer: AttentionLayer, hidden_states: torch.Tensor, prompt_length: int
+) -> dict[str, torch.Tensor]:
+    """Capture what a run stores of ``hidden_states`` [1, L, hidden]: the statistics by name, each [H, prompt_length].
+
+    ``mass_window`` is of the last ``WINDOW`` queries, or of all where the prompt has fewer.
+    """
+    return capture_attention(layer, hidden_states, prompt_length, windows=(min(WINDOW, prompt_length),)).first_sample()
+
+
 @contextmanager
 def record_attention(
     model: Any, prompt_length: int | None = None, *, windows: tuple[int, ...] = (WINDOW,), decay: float = DECAY

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from helpers.errors import InputError, NotebookError, did_you_mean
 from helpers.parameters import PRESETS, Parameters
-from helpers.paths import NOTEBOOKS, resolve, scrub_message
+from helpers.paths import DEFAULT_NOTEBOOKS, NOTEBOOKS, resolve, scrub_message
 
 KIMI_SHAPED = "checkpoints/kimi-k2.6-shaped"
 SMOLLM2 = "checkpoints/smollm2-135m"
@@ -83,10 +83,11 @@ def _parser() -> argparse.ArgumentParser:
 def _parameter_help() -> str:
     lines = ["parameters (name=value; make takes the same names in capitals):"]
     for field in dataclasses.fields(Parameters):
-        default = field.default if field.default != "" else "empty"
+        default = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
+        default = default if default != "" else "empty"
         lines.append(f"  {field.name:15}{field.metadata['help']} [{default}]")
     lines.append(f"  {'preset':15}a named set of parameters: {', '.join(PRESETS)}")
-    lines.append(f"  {'notebooks':15}which notebooks to run, such as 01,02,03 [all]")
+    lines.append(f"  {'notebooks':15}which notebooks to run, such as 01,02,03,04 [{DEFAULT_NOTEBOOKS}]")
     return "\n".join(lines)
 
 
@@ -141,7 +142,7 @@ def _report_parameters(words: dict[str, str]) -> tuple[Parameters, list[str]]:
     for name in words:
         if name not in names:
             raise InputError(f"Unknown parameter '{name}'.{did_you_mean(name, names)} Parameters: {', '.join(names)}.")
-    numbers = words.pop("notebooks", ",".join(NOTEBOOKS)).split(",")
+    numbers = words.pop("notebooks", DEFAULT_NOTEBOOKS).split(",")
     for number in numbers:
         if number not in NOTEBOOKS:
             raise InputError(f"There is no notebook '{number}': notebooks takes some of {','.join(NOTEBOOKS)}.")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import pydoc_data.topics
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,8 +71,53 @@ def prepare_input(parameters: Parameters, ckpt: Checkpoint, dtype: torch.dtype, 
         return LayerInput(hidden_states.to(device), None, description)
     name, text = read_text(parameters.text)
     tokens = _encode(ckpt, name, text, n_tokens)
-    hidden_states = text_hidden_states(ckpt, parameters.layer, tokens.ids, dtype, device)
+    (hidden_states,) = text_hidden_states(ckpt, parameters.layer, [tokens.ids], dtype, device)
     return LayerInput(hidden_states, tokens, f"the first {n_tokens} tokens of {name}", _sha256(text))
+
+
+def prepare_inputs(parameters: Parameters, ckpt: Checkpoint, dtype: torch.dtype, device: str) -> list[LayerInput]:
+    """Make up to ``n_texts`` inputs of ``seq_len + continuation`` tokens: one window a document, or draws.
+
+    The first is that of :func:`prepare_input`. Documents that are too short are left out; the layers below run once
+    for all. Draw number i has the seed ``seed + i``.
+
+    Raises:
+        InputError: everything :func:`check_input` refuses.
+    """
+    first = prepare_input(parameters, ckpt, dtype, device)
+    if first.tokens is None:
+        seeds = [(parameters.seed + i) % 2**64 for i in range(1, parameters.n_texts)]
+        later = [dataclasses.replace(parameters, seed=seed) for seed in seeds]
+        return [first, *(prepare_input(other, ckpt, dtype, device) for other in later)]
+    n_tokens = parameters.seq_len + parameters.continuation
+    tokenizer = load_tokenizer(ckpt.folder)
+    found: list[tuple[str, str, Tokens]] = []
+    for name, text in read_texts(parameters.text)[1:]:
+        tokens = first_tokens(tokenizer, text, n_tokens)
+        if len(tokens.ids) == n_tokens and len(found) + 1 < parameters.n_texts:
+            found.append((name, text, tokens))
+    hidden_states = text_hidden_states(ckpt, parameters.layer, [tokens.ids for *_, tokens in found], dtype, device)
+    return [first] + [
+        LayerInput(states, tokens, f"the first {n_tokens} tokens of {name}", _sha256(text))
+        for states, (name, text, tokens) in zip(hidden_states, found, strict=True)
+    ]
+
+
+def both_inputs(parameters: Parameters, ckpt: Checkpoint, dtype: torch.dtype, device: str) -> dict[str, LayerInput]:
+    """Return the run's own input and, where it can be made, the other kind beside it, as ``text`` and ``random
+    embeddings``; the run's own comes first.
+
+    Raises:
+        InputError: everything :func:`check_input` refuses of the run's own.
+    """
+    names = {"text": "text", "random": "random embeddings"}
+    own = input_kind(parameters, ckpt)
+    given = {names[own]: prepare_input(parameters, ckpt, dtype, device)}
+    other = "random" if own == "text" else "text"
+    asked = dataclasses.replace(parameters, input=other, text="builtin")
+    with suppress(InputError):  # no tokenizer, no embeddings, too short a text: then there is one input
+        given[names[other]] = prepare_input(asked, ckpt, dtype, device)
+    return given
 
 
 def check_input(parameters: Parameters, ckpt: Checkpoint, dtype: torch.dtype, device: str) -> None:
@@ -122,24 +170,33 @@ def random_embeddings(n_tokens: int, hidden_size: int, std: float, seed: int, dt
 
 
 def read_text(source: str) -> tuple[str, str]:
-    """Return (name, text) of a ``text`` parameter: ``builtin``, a file, or the first .txt file of a folder.
+    """Return (name, text) of a ``text`` parameter: the first of :func:`read_texts`."""
+    return read_texts(source, at_most=1)[0]
 
-    ``builtin`` is the longest topic of the language reference that Python carries (``pydoc_data``).
+
+def read_texts(source: str, at_most: int | None = None) -> list[tuple[str, str]]:
+    """Return (name, text) of each document of a ``text`` parameter: ``builtin``, a file, or a folder's .txt files.
+
+    ``builtin`` are the topics of the language reference that Python carries (``pydoc_data``), the longest first;
+    files come in the order of their names.
 
     Raises:
         InputError: no such file, no .txt file in the folder, a file that isn't UTF-8, or an empty one.
     """
     if source == "builtin":
         topics: dict[str, str] = pydoc_data.topics.topics
-        topic = max(topics, key=lambda name: len(topics[name]))
-        return f"the Python reference's topic '{topic}'", topics[topic]
+        longest = sorted(topics, key=lambda name: -len(topics[name]))[:at_most]
+        return [(f"the Python reference's topic '{name}'", topics[name]) for name in longest]
     path = locate(source)
     if path.is_dir():
         files = sorted(file for file in path.glob("*.txt") if file.is_file())
         if not files:
             raise InputError(f"The folder '{source}' holds no .txt file: name a text file, or text=builtin.")
-        path = locate(str(files[0]))
-        source = path.name
+        return [_read_file(locate(str(file)), file.name) for file in files[:at_most]]
+    return [_read_file(path, source)]
+
+
+def _read_file(path: Path, source: str) -> tuple[str, str]:
     if not path.is_file():
         fault = "is no regular file" if path.exists() else f"does not exist (looked for {path})"
         raise InputError(f"Text file '{source}' {fault}: name a text file, or text=builtin.")
@@ -152,31 +209,37 @@ def read_text(source: str) -> tuple[str, str]:
     return portable(path), text
 
 
-def text_hidden_states(ckpt: Checkpoint, layer: int, ids: list[int], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """Return [1, L, hidden]: exactly what the attention of ``layer`` reads when the model reads ``ids``.
+def text_hidden_states(
+    ckpt: Checkpoint, layer: int, texts: list[list[int]], dtype: torch.dtype, device: str
+) -> list[torch.Tensor]:
+    """Return [1, L, hidden] for each text's token ids: exactly what the attention of ``layer`` reads of it.
 
-    Embedding rows, the decoder layers below one after another (read, run, free), and this layer's input norm.
+    Embedding rows, the decoder layers below one after another (read, run over every text, free), and this layer's
+    input norm.
     """
     name = f"{ckpt.prefix}embed_tokens.weight"
-    rows = ckpt.rows(name, ids)
-    if not rows.isfinite().all():
-        raise InputError(f"'{name}' of {ckpt.name} holds NaN or infinite values: fetch its shard again.")
-    hidden_states = rows.to(device=device, dtype=dtype)[None]
+    streams = []
+    for ids in texts:
+        rows = ckpt.rows(name, ids)
+        if not rows.isfinite().all():
+            raise InputError(f"'{name}' of {ckpt.name} holds NaN or infinite values: fetch its shard again.")
+        streams.append(rows.to(device=device, dtype=dtype)[None])
     rotary = rotary_embedding(ckpt, device)
-    positions = torch.arange(len(ids), device=device)[None]
     with torch.no_grad(), Float32Products():
-        for below in tqdm(range(layer), desc="Running the layers below", unit="layer", leave=False):
+        for below in tqdm(range(layer if texts else 0), desc="Running the layers below", unit="layer", leave=False):
             decoder_layer: Any = load_decoder_layer(ckpt, below, dtype, device)
             with attention_implementation(decoder_layer.self_attn):  # torch's own builds the matrix where widths differ
-                hidden_states = decoder_layer(
-                    hidden_states,
-                    attention_mask=None,
-                    position_ids=positions,
-                    position_embeddings=rotary(hidden_states, positions),
-                )
+                for i, stream in enumerate(streams):
+                    positions = torch.arange(stream.shape[1], device=device)[None]
+                    streams[i] = decoder_layer(
+                        stream,
+                        attention_mask=None,
+                        position_ids=positions,
+                        position_embeddings=rotary(stream, positions),
+                    )
             del decoder_layer
-        normed: torch.Tensor = load_input_norm(ckpt, layer, dtype, device)(hidden_states)
-        return normed
+        norm = load_input_norm(ckpt, layer, dtype, device)
+        return [norm(stream) for stream in streams]
 
 
 def _encode(ckpt: Checkpoint, name: str, text: str, n_tokens: int) -> Tokens:

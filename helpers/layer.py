@@ -147,6 +147,29 @@ def load_attention(
     return AttentionLayer(module, decoder.config, layer, report, _rotary(decoder, device))
 
 
+def random_attention(layer: AttentionLayer, seed: int) -> AttentionLayer:
+    """Return ``layer`` with random weights of its shapes, drawn as transformers initialises a new model.
+
+    Matrices are normal(0, the config's ``initializer_range``), norms are 1 and biases 0: what any figure must be held
+    against that is said of trained weights.
+    """
+    module = copy.deepcopy(layer.module)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            else:
+                drawn = torch.randn(parameter.shape, generator=generator) * initializer_range(layer.config)
+                parameter.copy_(drawn)
+    return AttentionLayer(module, layer.config, layer.index, layer.report, layer.rotary)
+
+
+def initializer_range(config: PreTrainedConfig) -> float:
+    """Standard deviation that a new model's matrices are drawn with; transformers' own default where none is given."""
+    return float(getattr(config, "initializer_range", 0.02))
+
+
 def load_decoder_layer(ckpt: Checkpoint, layer: int, dtype: torch.dtype, device: str) -> nn.Module:
     """Load the whole decoder layer ``layer`` (norms, attention, feed-forward or experts).
 

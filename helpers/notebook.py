@@ -16,7 +16,7 @@ from helpers.files import write_bytes
 from helpers.runs import Run
 
 # what stands in a column of numbers: a number with an optional unit or share, or a word for none
-NUMBER = r"–|not reported|-?[\d,.]+%?( \([\d.]+%\))?"
+NUMBER = r"–|not reported|[-+]?[\d,.]+%?( \([\d.]+%\)| \[[-+\d.]+, [-+\d.]+\])?"
 
 
 def say(sentence: str) -> None:

@@ -50,6 +50,10 @@ def _field(
     return dataclasses.field(default=default, metadata={"help": help, "low": low, "high": high, "choices": choices})
 
 
+SCORE_NAMES = ("sum", "mean", "calibrated", "window", "last", "decayed")
+POLICY_NAMES = (*SCORE_NAMES, "recency", "random", "earliest", "oracle")
+
+
 @dataclass(frozen=True)
 class Parameters:
     """The checked parameters of one run. Build it with :meth:`check`, which gives errors a person can act on."""
@@ -67,6 +71,11 @@ class Parameters:
     budget: int = _field(64, "heavy-hitter slots in the middle", low=0)
     embedding_std: float = _field(1.0, "standard deviation of random embeddings", low=0, high=1e6)
     seed: int = _field(0, "seed of the random embeddings", low=0, high=2**64 - 1)
+    score: str = _field("sum", "what notebook 03 ranks tokens by; sum is H2O's", choices=SCORE_NAMES)
+    policies: tuple[str, ...] = _field(POLICY_NAMES, "what notebook 04 compares", choices=POLICY_NAMES)
+    budgets: tuple[int, ...] = _field((), "slots for notebook 04's curves; empty: 1/32 to 1/2 of the middle", low=0)
+    n_texts: int = _field(20, "texts, or draws of random embeddings, that notebook 04 compares over", low=1)
+    n_seeds: int = _field(5, "seeds of the random policy and of random weights", low=1, high=1000)
     device: str = _field("auto", "where to compute; auto: the GPU if there is one", choices=("auto", "cpu", "cuda"))
     dtype: str = _field("bfloat16", "precision of weights", choices=("bfloat16", "float16", "float32"))
     run_dir: str = _field("", "run folder; empty: results/<name made from the parameters>")
@@ -113,6 +122,11 @@ class Parameters:
         name = locate(self.checkpoint).name
         return f"{name}-layer{self.layer}-{self.input}-{self.seq_len}-budget{self.budget}-{digest}"
 
+    def values(self) -> dict[str, Any]:
+        """The parameters as plain values that YAML, JSON and papermill write: lists, no tuples."""
+        values = dataclasses.asdict(self)
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
     def portable(self) -> dict[str, Any]:
         """The parameters as they may stand in a file that is shared: no absolute path."""
         shared = {"checkpoint": portable(locate(self.checkpoint))}
@@ -120,7 +134,7 @@ class Parameters:
             shared["text"] = portable(locate(self.text))
         if self.run_dir:
             shared["run_dir"] = portable(resolve(self.run_dir))
-        return dataclasses.asdict(self) | shared
+        return self.values() | shared
 
     def torch_device(self) -> str:
         """Resolve ``device``: ``auto`` is the GPU where there is one.
@@ -178,9 +192,13 @@ def _check_value(field: dataclasses.Field[Any], value: Any) -> Any:
         "int": isinstance(value, int) and not isinstance(value, bool),
         "float": isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max,
         "str": isinstance(value, str),
+        "tuple[int, ...]": isinstance(value, list | tuple) and all(type(part) is int for part in value),
+        "tuple[str, ...]": isinstance(value, list | tuple) and all(isinstance(part, str) for part in value),
     }[str(kind)]
     if not right:
         raise InputError(f"{name} takes {_KINDS[str(kind)]}, not {value!r}.")
+    if isinstance(value, list | tuple):
+        return _check_list(field, tuple(value))
     if low is not None and value < low:
         raise InputError(f"{name} must be at least {low}, not {value}.")
     if (high := field.metadata["high"]) is not None and value > high:
@@ -192,16 +210,42 @@ def _check_value(field: dataclasses.Field[Any], value: Any) -> Any:
     return float(value) if kind == "float" else value
 
 
+def _check_list(field: dataclasses.Field[Any], values: tuple[Any, ...]) -> tuple[Any, ...]:
+    name, low, choices = field.name, field.metadata["low"], field.metadata["choices"]
+    for value in values:
+        if low is not None and value < low:
+            raise InputError(f"{name} must be at least {low}, not {value}.")
+        if choices and value not in choices:
+            raise InputError(f"{name} takes some of {', '.join(choices)}, not {value!r}.{did_you_mean(value, choices)}")
+    if len(set(values)) < len(values):
+        raise InputError(f"{name} names {max(values, key=values.count)!r} twice.")
+    if choices and not values:
+        raise InputError(f"{name} is empty: it takes some of {', '.join(choices)}.")
+    return tuple(sorted(values, key=choices.index if choices else None))
+
+
 def _parse_value(field: dataclasses.Field[Any], text: str) -> Any:
     if field.type == "str":
         return text
+    if str(field.type).startswith("tuple"):
+        parts = [part.strip() for part in text.strip("[]() ").split(",") if part.strip()]
+        try:
+            return [int(part) for part in parts] if "int" in str(field.type) else [part.strip("'\"") for part in parts]
+        except ValueError:
+            raise InputError(f"{field.name} takes {_KINDS[str(field.type)]}, not {text!r}.") from None
     try:
         return int(text) if field.type == "int" else float(text)
     except ValueError:
         raise InputError(f"{field.name} takes {_KINDS[str(field.type)]}, not {text!r}.") from None
 
 
-_KINDS = {"int": "a whole number", "float": "a number", "str": "text"}
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "tuple[int, ...]": "a list of whole numbers",
+    "tuple[str, ...]": "a list of words",
+}
 
 
 def check_parameters(namespace: Mapping[str, Any]) -> Parameters:
@@ -215,7 +259,7 @@ def check_parameters(namespace: Mapping[str, Any]) -> Parameters:
     for name in sorted(injected - set(fields)):
         raise InputError(f"Unknown parameter '{name}'.{did_you_mean(name, fields)} Parameters: {', '.join(fields)}.")
     for name, value in namespace.items():
-        literal = isinstance(value, (bool, int, float, str)) and not name.startswith("_")
+        literal = isinstance(value, (bool, int, float, str, list, tuple)) and not name.startswith("_")
         if literal and name not in fields and difflib.get_close_matches(name, fields, cutoff=0.8):
             raise InputError(f"'{name}' is not a parameter.{did_you_mean(name, fields)}")
     return Parameters.check({name: namespace[name] for name in fields if name in namespace})

@@ -10,7 +10,13 @@ from pathlib import Path
 from helpers.errors import InputError
 
 # number on the command line -> file name without .ipynb
-NOTEBOOKS = {"01": "01_capture_attention", "02": "02_score_tokens", "03": "03_evict_h2o"}
+NOTEBOOKS = {
+    "01": "01_capture_attention",
+    "02": "02_score_tokens",
+    "03": "03_evict_h2o",
+    "04": "04_compare_policies",
+}
+DEFAULT_NOTEBOOKS = "01,02,03"  # the demo; comparing policies takes many texts
 
 
 def project_root() -> Path:

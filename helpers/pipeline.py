@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from helpers.checkpoint import Checkpoint
+from helpers.comparison import check_comparison
 from helpers.errors import InputError
 from helpers.inputs import check_input
 from helpers.layer import check_attention
 from helpers.memory import check_capture_fits
 from helpers.parameters import Parameters
-from helpers.paths import scrub_message
+from helpers.paths import NOTEBOOKS, scrub_message
 from helpers.reports import INDEX_PAGE, execute, render, write_index
 from helpers.runs import MADE_BY, NEEDS, REPORT, Run
 
@@ -31,6 +30,8 @@ def run_report(parameters: Parameters, notebooks: list[str]) -> None:
 def _run_locked(run: Run, parameters: Parameters, notebooks: list[str]) -> None:
     try:
         check(parameters)
+        if NOTEBOOKS["04"] in notebooks:
+            check_comparison(parameters)
         for notebook in notebooks:
             if notebook in NEEDS and MADE_BY[NEEDS[notebook]] not in notebooks:
                 run.check_needs(parameters, notebook)
@@ -40,7 +41,7 @@ def _run_locked(run: Run, parameters: Parameters, notebooks: list[str]) -> None:
     run.begin(parameters, [*notebooks, REPORT])
     try:
         for notebook in notebooks:
-            executed = execute(parameters, dataclasses.asdict(parameters), notebook)
+            executed = execute(parameters, parameters.values(), notebook)
             run.step = notebook
             render(run, executed, notebook)
         run.start_step(REPORT)

@@ -6,6 +6,8 @@ own too, so that a figure can be read in grey.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
@@ -14,9 +16,9 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator, PercentFormatter
 
-from helpers.scores import Scores
+from helpers.scores import SCORES, Scores
 
 INK = "#222222"
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#8C8C8C"
@@ -26,6 +28,19 @@ STYLES = {
     "heavy": (ORANGE, "^", "heavy hitter (kept)"),
     "recent": (BLUE, "D", "recent (protected)"),
     "evicted": (GREY, "o", "evicted"),
+}
+# policy -> colour, marker, line: scores in colours, controls in black and grey
+POLICIES = {
+    "sum": (ORANGE, "^", "-"),
+    "mean": (BLUE, "o", "-"),
+    "calibrated": (GREEN, "s", "-"),
+    "window": ("#CC79A7", "D", "-"),
+    "last": ("#56B4E9", "v", "-"),
+    "decayed": ("#B8860B", "P", "-"),
+    "oracle": (INK, "*", "-"),
+    "recency": (INK, "x", "--"),
+    "random": (GREY, ".", ":"),
+    "earliest": (GREY, "+", "-."),
 }
 MANY = 4096  # points beyond this are an image in the SVG: 150 bytes a point make a file that no viewer likes
 NULL_LABEL = "uniform-causal null (knows no weights)"
@@ -77,18 +92,16 @@ def mass_by_head(mass: np.ndarray, title: str) -> Figure:
     return figure
 
 
-def score_and_null(score: Scores, null: Scores, title: str) -> Figure:
-    """Each token's score beside the null's, both by token index."""
-    figure, axes = plt.subplots()
-    index = np.arange(len(score))
-    many = len(score) > MANY
-    axes.plot(
-        index, score, "o", color=BLUE, markersize=4, alpha=0.8, label="attention mass of this run", rasterized=many
-    )
-    axes.plot(index, null, "--", marker=_marker(null), color=INK, linewidth=1.6, label=NULL_LABEL)
-    axes.set(xlabel="token index", ylabel="attention mass", title=title)
-    _show_all(axes, score, null)
-    axes.legend()
+def scores_and_null(scores: Mapping[str, Scores], null: Scores, title: str) -> Figure:
+    """Each token's score beside the null's, by token index, a panel an input."""
+    figure, panels = plt.subplots(1, len(scores), figsize=(9 if len(scores) == 1 else 11, 4.6), squeeze=False)
+    for axes, (name, score) in zip(panels[0], scores.items(), strict=True):
+        axes.plot(score, "o", color=BLUE, markersize=4, alpha=0.8, label="attention mass", rasterized=len(score) > MANY)
+        axes.plot(null, "--", marker=_marker(null), color=INK, linewidth=1.6, label=NULL_LABEL)
+        axes.set(xlabel=f"token index, {name}", ylabel="attention mass")
+        _show_all(axes, score, null)
+    panels[0][0].set_title(title)
+    panels[0][0].legend()
     return figure
 
 
@@ -141,6 +154,58 @@ def sorted_scores(score: Scores, null: Scores, budget: int, n_protected: int, ti
     _plain_log_scale(axes)
     axes.set(xlabel="rank", ylabel="attention mass", title=title)
     axes.legend()
+    return figure
+
+
+def policy_curves(means: pd.DataFrame, ylabel: str, title: str) -> Figure:
+    """Mean over texts against budget, a line a policy, with the 95 % interval as a band; beside it, scores from near.
+
+    ``means`` has the columns policy, budget, mean, low, high, one row a policy and budget.
+    """
+    figure, (whole, near) = plt.subplots(1, 2, figsize=(11, 5.2))
+    budgets = sorted(means["budget"].unique())
+    present = [name for name in POLICIES if name in set(means["policy"])]
+    for axes, policies in ((whole, present), (near, [name for name in present if name in SCORES or name == "oracle"])):
+        for policy in policies:
+            colour, marker, line = POLICIES[policy]
+            rows = means[means["policy"] == policy].sort_values("budget")
+            label = policy if axes is whole else None
+            axes.plot(rows["budget"], rows["mean"], line, color=colour, marker=marker, linewidth=1.8, label=label)
+            axes.fill_between(rows["budget"], rows["low"], rows["high"], color=colour, alpha=0.12, linewidth=0)
+        if min(budgets) > 0:
+            axes.set_xscale("log", base=2)
+        axes.set_xticks(budgets, [f"{b:,}" for b in budgets])
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
+        axes.set_xlabel("budget: heavy-hitter slots in the middle")
+    whole.set(ylabel=ylabel, title=title)
+    near.set_title("scores and oracle from near", fontweight="normal")
+    figure.legend(loc="outside right upper", title="policy")
+    return figure
+
+
+def paired_differences(found: dict[str, pd.DataFrame], ylabel: str, title: str) -> Figure:
+    """Paired differences over texts, a dot with its 95 % interval for each policy and budget.
+
+    ``found`` maps a policy to a table of budget, mean, low, high.
+    """
+    figure, axes = plt.subplots(figsize=(9, 4.8))
+    axes.axhline(0, color=INK, linewidth=1.2)
+    offsets = np.linspace(-0.28, 0.28, len(found)) if len(found) > 1 else [0.0]
+    budgets: list[int] = []
+    for offset, (policy, rows) in zip(offsets, found.items(), strict=True):
+        colour, marker, _ = POLICIES[policy]
+        budgets = list(rows["budget"])
+        errors = np.abs(rows[["low", "high"]].to_numpy().T - rows["mean"].to_numpy())
+        axes.errorbar(
+            np.arange(len(rows)) + offset, rows["mean"], yerr=np.nan_to_num(errors), fmt=marker, color=colour,
+            markersize=6, capsize=2.5, linewidth=1.4, label=policy,
+        )  # fmt: skip
+    axes.set_xticks(range(len(budgets)), [f"{b:,}" for b in budgets])
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:+.3g}" if value else "0"))
+    axes.grid(visible=False, axis="x")
+    axes.set(xlabel="budget: heavy-hitter slots in the middle", ylabel=ylabel, title=title)
+    figure.legend(loc="outside right upper", title="policy")
     return figure
 
 

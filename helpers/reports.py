@@ -28,7 +28,9 @@ TEMPLATES = Path(__file__).with_name("report")
 INDEX_PAGE = "index.html"
 CONTENTS = {  # the files of a run that aren't pages or figures
     "eviction.csv": "each token's score and category, and whether it is kept",
-    "scores.csv": "each token's score, the queries that see it, and what the null gives it",
+    "scores.csv": "each token's scores, the queries that see it, and what the null gives it",
+    "heavy_tails.csv": "how heavy the scores' tail is, beside the null and random weights",
+    "policies.csv": "each text, policy and budget: what it keeps of the held-out mass, and its output error",
     "summary.json": "the figures above by name, unrounded",
     MANIFEST: "parameters, tensors read, versions, times, peak memory",
 }

@@ -36,7 +36,7 @@ VERSIONS = ("transformers", "safetensors", "numpy", "pandas", "matplotlib", "pap
 FIRST = "01_capture_attention"
 REPORT = "report"  # the last step of a run from the command line: its front page
 # Which artefact a notebook needs, and which notebook makes it.
-NEEDS = {"02_score_tokens": "capture", "03_evict_h2o": "scores.csv"}
+NEEDS = {"02_score_tokens": "capture", "03_evict_h2o": "scores.csv", "04_compare_policies": "capture"}
 MADE_BY = {
     "capture": FIRST,
     "scores.csv": "02_score_tokens",
@@ -242,27 +242,36 @@ class Run:
     def capture_once(
         self, digest: str, tokens: list[str] | None, compute: Callable[[], dict[str, torch.Tensor]]
     ) -> tuple[dict[str, torch.Tensor], float | None]:
-        """Make ``digest`` the run's capture; ``compute`` runs only where no run before stored it.
+        """Make ``digest`` the run's capture, as :meth:`stored_capture` gives it.
 
-        ``compute`` gives the statistics by name, each [H, P]; ``tokens`` are the prompt's texts, None for random input.
         Returns the statistics and the seconds they took, None if they were stored.
         """
+        started = time.perf_counter()
+        statistics, made = self.stored_capture(digest, tokens, compute)
+        seconds = time.perf_counter() - started if made else None
+        self.update(capture={"digest": digest, "seconds": seconds and round(seconds, 3)})
+        return statistics, seconds
+
+    def stored_capture(
+        self, digest: str, tokens: list[str] | None, compute: Callable[[], dict[str, torch.Tensor]]
+    ) -> tuple[dict[str, torch.Tensor], bool]:
+        """Return a capture, and whether it was made now; ``compute`` runs only where no run before stored it.
+
+        ``compute`` gives the statistics by name, each [H, P]; ``tokens`` are the prompt's texts, None for random input.
+        """
         path = self._captures / f"{digest}.safetensors"
-        seconds = None
-        if not _is_whole(path):
-            started = time.perf_counter()
+        made = not _is_whole(path)
+        if made:
             statistics = compute()
-            seconds = time.perf_counter() - started
             with atomic_path(path) as partial:
                 try:
                     save_file(statistics, partial, metadata={"tokens": json.dumps(tokens)})
                 except SafetensorError as error:  # a full disk, most likely
                     raise InputError(f"The capture can't be written to {path.parent.name}: {error}") from None
-        self.update(capture={"digest": digest, "seconds": seconds and round(seconds, 3)})
-        return self.load_capture()[0], seconds
+        return _read_capture(path)[0], made
 
     def load_capture(self) -> tuple[dict[str, torch.Tensor], list[str] | None]:
-        """Return what :meth:`capture_once` stored: the statistics by name, and the tokens' texts.
+        """Return the run's capture: the statistics by name, and the tokens' texts.
 
         Raises:
             InputError: the file is damaged.
@@ -270,9 +279,7 @@ class Run:
         path = self._captures / f"{self.manifest['capture']['digest']}.safetensors"
         if not _is_whole(path):
             raise InputError(f"{path.parent.name}/{path.name} is damaged: run notebooks/{FIRST}.ipynb again.")
-        with safe_open(path, framework="pt") as file:
-            statistics = {name: file.get_tensor(name) for name in list(file.keys())}
-            return statistics, json.loads(file.metadata()["tokens"])
+        return _read_capture(path)
 
     @property
     def _above(self) -> Path:
@@ -321,6 +328,11 @@ class Run:
 
 def _json(value: Any) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def _read_capture(path: Path) -> tuple[dict[str, torch.Tensor], list[str] | None]:
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in list(file.keys())}, json.loads(file.metadata()["tokens"])
 
 
 def _is_whole(capture: Path) -> bool:

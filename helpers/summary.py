@@ -25,20 +25,23 @@ NAMES = {
 }
 
 
-def summarise(parameters: Parameters, manifest: dict[str, Any], score: Scores, null: Scores) -> dict[str, Any]:
+def summarise(
+    parameters: Parameters, manifest: dict[str, Any], score: Scores, null: Scores, categories: list[str]
+) -> dict[str, Any]:
     """Return ``summary.json``: the demo's figures by name for this run, for the null under its policy, and published.
 
-    ``manifest`` is the run's; ``score`` and ``null`` are [P].
+    ``manifest`` is the run's; ``score`` (attention mass) and ``null`` are [P], ``categories`` the run's, one a token.
     """
     checkpoint = manifest["checkpoint"]
     n_sink, n_recent, budget = parameters.n_sink, parameters.n_recent, parameters.budget
     middle = slice(n_sink, len(score) - n_recent)
     config = (
         f"layer={parameters.layer} seq_len={len(score)} n_sink={n_sink} n_recent={n_recent} budget={budget} "
-        f"dtype={parameters.dtype}"
+        f"dtype={parameters.dtype} score={parameters.score}"
     )
     return {
         "config": config,
+        "score": parameters.score,
         "geometry": {
             "n_heads": manifest["shapes"]["attention_mass"][0],
             "seq_len": len(score),
@@ -51,7 +54,7 @@ def summarise(parameters: Parameters, manifest: dict[str, Any], score: Scores, n
         "load": checkpoint["load"],
         "parameter_count": checkpoint["parameter_count"],
         "shapes": manifest["shapes"],
-        "run": describe_eviction(score, evict(score, n_sink, n_recent, budget)),
+        "run": describe_eviction(score, categories),
         "null": describe_eviction(null, evict(null, n_sink, n_recent, budget)),
         "published": {"source": published.SOURCE, **published.FIGURES},
         "squared_correlation_with_null": squared_correlation(score, null),
@@ -84,9 +87,9 @@ def headline(summary: dict[str, Any]) -> str:
     if not counts["evicted"]:
         return f"The middle has no more tokens than the budget: all {n_tokens:,} tokens are kept, nothing is evicted."
     return (
-        f"H2O keeps {counts['kept']:,} of {n_tokens:,} tokens ({shares['kept']:.1%}: {counts['sink']:,} sinks, "
-        f"{counts['recent']:,} recents, {counts['heavy']:,} heavy hitters) and evicts {counts['evicted']:,} "
-        f"({shares['evicted']:.1%})."
+        f"{_policy(summary)} keeps {counts['kept']:,} of {n_tokens:,} tokens ({shares['kept']:.1%}: "
+        f"{counts['sink']:,} sinks, {counts['recent']:,} recents, {counts['heavy']:,} heavy hitters) and evicts "
+        f"{counts['evicted']:,} ({shares['evicted']:.1%})."
     )
 
 
@@ -95,7 +98,7 @@ def claim(summary: dict[str, Any]) -> str:
     counts = summary["run"]["counts"]
     if not counts["evicted"]:
         return f"All {counts['kept']:,} tokens fit: nothing is evicted"
-    kept = f"H2O keeps {counts['kept']:,} of {counts['kept'] + counts['evicted']:,} tokens"
+    kept = f"{_policy(summary)} keeps {counts['kept']:,} of {counts['kept'] + counts['evicted']:,} tokens"
     if not counts["heavy"]:
         return f"{kept}, none of them for its score"
     early, heavy = summary["run"]["heavy_among_earliest"], counts["heavy"]
@@ -136,6 +139,10 @@ def explained(summary: dict[str, Any]) -> str:
     if summary["weights"].startswith("RANDOM"):
         sentences.append("The weights of this run are random: its figures say nothing about a trained model.")
     return " ".join(sentences)
+
+
+def _policy(summary: dict[str, Any]) -> str:
+    return "H2O" if summary["score"] == "sum" else f"The score '{summary['score']}'"
 
 
 def _single(value: Any) -> float | None:

@@ -12,7 +12,7 @@ import pandas as pd
 
 from helpers.errors import InputError
 from helpers.runs import MADE_BY, Run
-from helpers.scores import Scores
+from helpers.scores import SCORES, Captured, Scores, attention_mass, uniform_causal_null
 
 
 def write_csv(run: Run, artefact: str, table: pd.DataFrame) -> None:
@@ -20,21 +20,25 @@ def write_csv(run: Run, artefact: str, table: pd.DataFrame) -> None:
     buffer = io.StringIO()
     table.head(0).to_csv(buffer, index=False, lineterminator="\n")
     # unquoted, a lone carriage return would end a line for many readers
-    quoting = csv.QUOTE_NONNUMERIC if "token" in table else csv.QUOTE_MINIMAL
+    quoting = csv.QUOTE_NONNUMERIC if {"token", "text"} & set(table) else csv.QUOTE_MINIMAL
     table.to_csv(buffer, index=False, header=False, quoting=quoting, lineterminator="\n")
     run.write_text(artefact, buffer.getvalue())
 
 
-def score_table(score: Scores, null: Scores, tokens: list[str] | None) -> pd.DataFrame:
-    """``scores.csv``: token_idx, token (empty for random input), attention_score, visible_queries, null_score."""
-    n_tokens = len(score)
+def score_table(captured: Captured, tokens: list[str] | None) -> pd.DataFrame:
+    """``scores.csv``: token_idx, token (empty for random input), attention_score, visible_queries, null_score.
+
+    Behind these stands a column for each further score; ``attention_score`` is ``sum``.
+    """
+    n_heads, n_tokens = captured["mass"].shape
     return pd.DataFrame(
         {
             "token_idx": np.arange(n_tokens),
             "token": tokens if tokens is not None else [""] * n_tokens,
-            "attention_score": score,
+            "attention_score": attention_mass(captured),
             "visible_queries": np.arange(n_tokens, 0, -1),  # prompt queries at or after the token
-            "null_score": null,
+            "null_score": uniform_causal_null(n_tokens, n_heads),
+            **{name: score(captured) for name, score in SCORES.items() if name != "sum"},
         }
     )
 
@@ -47,7 +51,7 @@ def read_scores(path: Path, seq_len: int) -> pd.DataFrame:
     """
     try:
         table = pd.read_csv(path, keep_default_na=False, dtype={"token": str}, lineterminator="\n")
-        numbers = table[["attention_score", "null_score"]].astype(float)
+        numbers = table[["attention_score", "null_score", *(name for name in SCORES if name != "sum")]].astype(float)
         whole = list(table["token_idx"]) == list(range(seq_len)) and bool(np.isfinite(numbers).all(axis=None))
     except (ValueError, KeyError):
         whole = False

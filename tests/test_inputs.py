@@ -85,7 +85,7 @@ def test_text_hidden_states_are_what_the_full_models_attention_reads(
         write_checkpoint(tmp_path / "small", model.config, stored_tensors(model), nested=family == "mla", n_shards=2)
     )
     ids = ids_for(70)
-    ours = text_hidden_states(checkpoint, layer, ids, torch.float32, "cpu")
+    (ours,) = text_hidden_states(checkpoint, layer, [ids], torch.float32, "cpu")
     truth = trace(model, torch.tensor([ids]))[layer].attention_in
     assert ours.shape == truth.shape
     assert float(((ours - truth).abs().amax(-1) / truth.abs().amax(-1)).max()) < 2e-5
@@ -93,7 +93,7 @@ def test_text_hidden_states_are_what_the_full_models_attention_reads(
 
 def test_bfloat16_hidden_states_are_those_of_the_model_to_its_precision(folder: Path, llama: nn.Module) -> None:
     ids = ids_for(70)
-    ours = text_hidden_states(Checkpoint.open(folder), 2, ids, torch.bfloat16, "cpu")
+    (ours,) = text_hidden_states(Checkpoint.open(folder), 2, [ids], torch.bfloat16, "cpu")
     assert ours.dtype == torch.bfloat16
     truth = trace(llama, torch.tensor([ids]))[2].attention_in
     error = (ours.float() - truth).norm(dim=-1) / truth.norm(dim=-1)
@@ -104,7 +104,7 @@ def test_layer_0_reads_embedding_rows_and_the_norm_only(folder: Path) -> None:
     """Not the whole embedding matrix, which is 2.3 GB in Kimi K2.6."""
     checkpoint = Checkpoint.open(folder)
     headers = checkpoint.bytes_read
-    text_hidden_states(checkpoint, 0, [5, 9, 5, 5, 0], torch.float32, "cpu")
+    text_hidden_states(checkpoint, 0, [[5, 9, 5, 5, 0]], torch.float32, "cpu")
     assert checkpoint.bytes_read - headers == (3 + 1) * 48 * 4
 
 

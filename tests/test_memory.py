@@ -70,8 +70,8 @@ from helpers.inputs import text_hidden_states
 from helpers.layer import skeleton
 
 ckpt, n = Checkpoint.open(Path(sys.argv[1])), int(sys.argv[2])
-text_hidden_states(ckpt, 1, [1] * 64, torch.bfloat16, "cpu")
-measured = peak_of(lambda: text_hidden_states(ckpt, 1, [1] * n, torch.bfloat16, "cpu"))
+text_hidden_states(ckpt, 1, [[1] * 64], torch.bfloat16, "cpu")
+measured = peak_of(lambda: text_hidden_states(ckpt, 1, [[1] * n], torch.bfloat16, "cpu"))
 estimate = memory.decoder_layer_bytes(skeleton(ckpt, 1).layers[0], ckpt.config, n, torch.bfloat16)
 print(json.dumps({"measured": measured, "estimate": estimate}))
 """

@@ -15,8 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.errors import InputError
-from helpers.parameters import CAPTURE_PARAMETERS, PRESETS, Parameters, check_parameters
+from helpers.parameters import (
+    CAPTURE_PARAMETERS,
+    POLICY_NAMES,
+    PRESETS,
+    SCORE_NAMES,
+    Parameters,
+    check_parameters,
+)
 from helpers.paths import NOTEBOOKS, project_root
+from helpers.policies import CONTROLS
+from helpers.scores import SCORES
 
 FIELDS = dataclasses.fields(Parameters)
 NAMES = [field.name for field in FIELDS]
@@ -24,8 +33,12 @@ NAMES = [field.name for field in FIELDS]
 OTHER: dict[str, Any] = {
     "checkpoint": "checkpoints/another", "layer": 1, "input": "random", "text": "notes.txt", "seq_len": 128,
     "continuation": 0, "n_sink": 0, "n_recent": 0, "budget": 0, "embedding_std": 0.5, "seed": 1, "device": "cpu",
-    "dtype": "float32", "run_dir": "results/another",
+    "dtype": "float32", "run_dir": "results/another", "score": "mean", "policies": ("sum", "recency"),
+    "budgets": (4, 8), "n_texts": 2, "n_seeds": 2,
 }  # fmt: skip
+
+
+POSITIVE = {"seq_len", "n_texts", "n_seeds"}
 
 
 def kinds(kind: str) -> list[str]:
@@ -44,7 +57,9 @@ def refusal(values: dict[str, Any]) -> str:
 def test_the_list_of_parameters_is_the_documented_one() -> None:
     """The names are a contract: they are the same in notebooks, YAML, on the command line and in manifests."""
     assert set(NAMES) == set(OTHER)
-    assert set(CAPTURE_PARAMETERS) == set(NAMES) - {"n_sink", "n_recent", "budget", "run_dir"}
+    assert set(CAPTURE_PARAMETERS) == set(NAMES) - {
+        "n_sink", "n_recent", "budget", "run_dir", "score", "policies", "budgets", "n_texts", "n_seeds",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -101,12 +116,49 @@ def test_a_whole_number_beyond_every_float_is_refused_not_raised_through() -> No
     assert "embedding_std" in refusal({"embedding_std": 10**400})
 
 
+@pytest.mark.parametrize("name", ["policies", "budgets"])
+@pytest.mark.parametrize("value", [True, 3, "sum", None, [3.5], [None], {"sum": 1}])
+def test_a_list_is_a_list_of_the_right_things(name: str, value: object) -> None:
+    what = {"policies": "a list of words", "budgets": "a list of whole numbers"}[name]
+    assert refusal({name: value}) == f"{name} takes {what}, not {value!r}."
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"policies": ["sum", "recensy"]}, "not 'recensy'. Did you mean 'recency'?"),
+        ({"policies": []}, "policies is empty"),
+        ({"policies": ["sum", "sum"]}, "policies names 'sum' twice"),
+        ({"budgets": [4, -1]}, "budgets must be at least 0, not -1"),
+        ({"budgets": [8, 4, 8]}, "budgets names 8 twice"),
+    ],
+)
+def test_what_a_list_cannot_hold_is_named(values: dict[str, Any], message: str) -> None:
+    assert message in refusal(values)
+
+
+@pytest.mark.parametrize("text", ["8,4", "[8, 4]", " 4 , 8 "])
+def test_lists_are_written_with_commas_on_a_command_line_and_ordered(text: str) -> None:
+    assert Parameters.parse({"budgets": text}).budgets == (4, 8)
+    assert Parameters.parse({"policies": "random,sum"}).policies == ("sum", "random")
+
+
+def test_a_list_of_words_on_a_command_line_is_refused_where_numbers_are_asked_for() -> None:
+    with pytest.raises(InputError, match="budgets takes a list of whole numbers, not '4,many'"):
+        Parameters.parse({"budgets": "4,many"})
+
+
+def test_the_scores_named_are_those_there_are() -> None:
+    assert tuple(SCORES) == SCORE_NAMES
+    assert (*SCORE_NAMES, *CONTROLS) == POLICY_NAMES
+
+
 # -- ranges and choices
 
 
 @pytest.mark.parametrize("name", [*kinds("int"), "embedding_std"])
 def test_negative_numbers_are_refused(name: str) -> None:
-    low = 1 if name == "seq_len" else 0
+    low = 1 if name in POSITIVE else 0
     assert refusal({name: -1}) == f"{name} must be at least {low}, not -1."
 
 
@@ -115,7 +167,7 @@ def test_seq_len_must_be_at_least_one() -> None:
     assert Parameters.check({"seq_len": 1, "n_sink": 0, "n_recent": 0}).seq_len == 1
 
 
-@pytest.mark.parametrize("name", sorted(set(kinds("int")) - {"seq_len"}))
+@pytest.mark.parametrize("name", sorted(set(kinds("int")) - POSITIVE))
 def test_zero_is_allowed_for_every_other_count(name: str) -> None:
     assert getattr(Parameters.check({name: 0}), name) == 0
 
@@ -281,15 +333,15 @@ def test_shared_parameters_hold_no_home(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_shared_parameters_keep_paths_of_the_project_and_all_other_values() -> None:
     mine = Parameters.check(OTHER)
-    assert mine.portable() == OTHER
-    assert Parameters().portable() == dataclasses.asdict(Parameters())
+    assert mine.portable() == mine.values()
+    assert Parameters().portable() == Parameters().values()
 
 
 # -- notebooks
 
 
 def notebook_namespace(**changes: object) -> dict[str, object]:
-    return dataclasses.asdict(Parameters()) | changes
+    return Parameters().values() | changes
 
 
 def injected(**values: object) -> dict[str, object]:
@@ -324,7 +376,7 @@ def test_what_is_no_misspelt_parameter_is_left_alone() -> None:
         """Nothing."""
 
     namespace = notebook_namespace(
-        layers=layers, texts=math, __name__="__main__", _seed=3, answer=42, title="x", score=[1.0], In=["", "x = 1"]
+        layers=layers, texts=math, __name__="__main__", _seed=3, answer=42, title="x", summed=[1.0], In=["", "x = 1"]
     )
     assert check_parameters(namespace) == Parameters()
 
@@ -353,6 +405,7 @@ def test_the_parameters_cell_of_each_notebook_is_the_list_of_parameters(name: st
         assert isinstance(statement.annotation, ast.Name)
         assert statement.value is not None
         found.append((statement.target.id, statement.annotation.id, ast.literal_eval(statement.value)))
-    expected = [(field.name, field.type, field.default) for field in FIELDS]
+    plain = Parameters().values()  # lists for tuples
+    expected = [(name, type(value).__name__, value) for name, value in plain.items()]
     assert found == expected
     assert [type(value) for *_, value in found] == [type(value) for *_, value in expected]  # 1 is not 1.0

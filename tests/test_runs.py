@@ -34,7 +34,7 @@ from helpers.paths import NOTEBOOKS
 from helpers.pipeline import run_report
 from helpers.runs import Run, peak_memory_bytes
 
-FIRST, SECOND, THIRD = NOTEBOOKS.values()
+FIRST, SECOND, THIRD, _ = NOTEBOOKS.values()
 
 
 # -- files: whole or not there

@@ -9,6 +9,7 @@ import pytest
 
 from helpers import published
 from helpers.parameters import Parameters
+from helpers.policies import evict
 from helpers.scores import uniform_causal_null
 from helpers.summary import claim, explained, number, summarise
 
@@ -20,7 +21,9 @@ MANIFEST: dict[str, Any] = {
 
 def summary(score: np.ndarray, **changes: Any) -> dict[str, Any]:
     manifest = MANIFEST | {"shapes": {"attention_mass": [64, len(score)]}}
-    return summarise(Parameters(**changes), manifest, score, uniform_causal_null(len(score), 64))
+    parameters = Parameters(**changes)
+    categories = evict(score, parameters.n_sink, parameters.n_recent, parameters.budget)
+    return summarise(parameters, manifest, score, uniform_causal_null(len(score), 64), categories)
 
 
 def test_the_nulls_own_scores_are_explained_in_full_and_keep_the_earliest() -> None:

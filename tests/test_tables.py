@@ -9,7 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -36,6 +38,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return started
 
 
+def table_of(score: Any, null: Any, tokens: list[str] | None) -> pd.DataFrame:
+    """``scores.csv`` of some capture, with these numbers in it."""
+    names = ("mass", "mass_window", "mass_last", "mass_decayed")
+    table = score_table({name: torch.rand(2, len(score)) for name in names}, tokens)
+    return table.assign(attention_score=score, null_score=null)
+
+
 def bits(values: Any) -> list[bytes]:
     """Every float as its eight bytes: -0.0 is not 0.0, and no digit is lost."""
     return [struct.pack("<d", value) for value in values]
@@ -45,7 +54,7 @@ def bits(values: Any) -> list[bytes]:
 @example([(token, 0.1 + 0.2, -0.0) for token in AWKWARD])
 def test_tokens_and_scores_survive_writing_and_reading(run: Run, rows: list[tuple[str, float, float]]) -> None:
     tokens, score, null = (list(column) for column in zip(*rows, strict=True))
-    write_csv(run, "scores.csv", score_table(np.array(score), np.array(null), tokens))
+    write_csv(run, "scores.csv", table_of(np.array(score), np.array(null), tokens))
     back = read_scores(run.folder / "scores.csv", len(rows))
     assert list(back["token"]) == tokens
     assert bits(back["attention_score"]) == bits(score)
@@ -58,10 +67,11 @@ def test_tokens_and_scores_survive_writing_and_reading(run: Run, rows: list[tupl
 def test_other_programs_read_the_same_tokens(run: Run, tokens: list[str]) -> None:
     """Python's csv module knows nothing of how the file was written."""
     ones = np.ones(len(tokens))
-    write_csv(run, "scores.csv", score_table(ones, ones, tokens))
+    write_csv(run, "scores.csv", table_of(ones, ones, tokens))
     with (run.folder / "scores.csv").open(encoding="utf-8", newline="") as file:
         header, *rows = csv.reader(file)
-    assert header == ["token_idx", "token", "attention_score", "visible_queries", "null_score"]
+    assert header[:5] == ["token_idx", "token", "attention_score", "visible_queries", "null_score"]
+    assert header[5:] == ["mean", "calibrated", "window", "last", "decayed"]
     assert [row[1] for row in rows] == tokens
 
 
@@ -79,7 +89,7 @@ def test_other_programs_read_the_same_tokens(run: Run, tokens: list[str]) -> Non
 )
 def test_a_damaged_score_table_is_refused_by_name(run: Run, damage: Callable[[str], str]) -> None:
     score = np.linspace(1, 2, 9)
-    write_csv(run, "scores.csv", score_table(score, score, None))
+    write_csv(run, "scores.csv", table_of(score, score, None))
     path = run.folder / "scores.csv"
     assert len(read_scores(path, 9)) == 9
     path.write_text(damage(path.read_text()))
@@ -96,12 +106,12 @@ def test_a_token_is_shown_with_its_blanks_and_what_cannot_be_printed(token: str,
 
 
 def test_without_a_text_every_token_is_empty(run: Run) -> None:
-    write_csv(run, "scores.csv", score_table(np.array([2.0, 1.0]), np.array([1.5, 0.5]), None))
+    write_csv(run, "scores.csv", table_of(np.array([2.0, 1.0]), np.array([1.5, 0.5]), None))
     assert list(read_scores(run.folder / "scores.csv", 2)["token"]) == ["", ""]
 
 
 def test_a_token_is_seen_by_itself_and_all_later_queries() -> None:
-    assert list(score_table(np.ones(4), np.ones(4), None)["visible_queries"]) == [4, 3, 2, 1]
+    assert list(table_of(np.ones(4), np.ones(4), None)["visible_queries"]) == [4, 3, 2, 1]
 
 
 def test_eviction_csv_says_kept_exactly_where_the_category_is_not_evicted(run: Run) -> None:
@@ -134,7 +144,7 @@ def test_the_heavy_hitters_shown_are_those_of_the_summary_with_their_own_tokens(
     summary = {
         "run": {"top_heavy": [{"token_idx": 2, "attention_score": 9.0}, {"token_idx": 1, "attention_score": 1.0}]}
     }
-    scores = score_table(np.ones(3), np.ones(3), ["zero", "one", "two"])
+    scores = table_of(np.ones(3), np.ones(3), ["zero", "one", "two"])
     assert heavy_hitters(summary, scores).to_dict("list") == {
         "token index": [2, 1],
         "token": ["'two'", "'one'"],

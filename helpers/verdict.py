@@ -1,0 +1,97 @@
+"""What a comparison of policies says: sentences and tables from the judged texts, none of them written beforehand."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from helpers.comparison import over_texts, paired, shared_one_shot
+from helpers.layer import AttentionLayer
+from helpers.metrics import cache_bytes
+from helpers.parameters import Parameters
+from helpers.scores import SCORES
+
+
+def intervals(texts: pd.DataFrame, measure: str) -> pd.DataFrame:
+    """One row a policy, one column a budget: mean and 95 % interval over texts, in percent."""
+    means = over_texts(texts, measure)
+    means["shown"] = [_percent(row.mean, row.low, row.high) for row in means.itertuples()]
+    means["policy"] = [
+        row.policy
+        + (", per head" if row.selection == "per-head" else "")
+        + (", online" if row.start == "first-token" else "")
+        for row in means.itertuples()
+    ]
+    wide = means.pivot_table(index="policy", columns="budget", values="shown", aggfunc="first", sort=False)
+    return wide.reset_index().rename(columns={b: f"budget {b:,}" for b in sorted(texts["budget"].unique())})
+
+
+def leaders(texts: pd.DataFrame, measure: str = "share_kept") -> pd.DataFrame:
+    """At each budget, the head-shared one-shot score with the best mean, its runner-up, and the paired lead over it."""
+    means = over_texts(texts, measure)
+    plain = means[(means["selection"] == "head-shared") & (means["start"] == "one-shot") & means["policy"].isin(SCORES)]
+    rows = []
+    for budget, group in plain.groupby("budget"):
+        order = list(group.sort_values("mean", ascending=measure.startswith("error"), kind="stable")["policy"])
+        if len(order) < 2:
+            continue
+        lead = paired(texts, measure, shared_one_shot(order[0]), shared_one_shot(order[1])).set_index("budget")
+        rows.append([budget, order[0], order[1], *lead.loc[budget]])
+    return pd.DataFrame(rows, columns=["budget", "best", "next", "mean", "low", "high"])
+
+
+def who_leads(texts: pd.DataFrame, measure: str, what: str) -> str:
+    """Which score is best at ``what``, budget by budget, and whether its lead is more than these texts' chance."""
+    found = leaders(texts, measure)
+    if found.empty:
+        return "There is one score only: none leads."
+    parts = []
+    for row in found.itertuples():
+        lead = f"{100 * row.mean:+.2f} points [{100 * row.low:+.2f}, {100 * row.high:+.2f}]"
+        tie = "" if _differs(row.low, row.high) else ": no clear lead"
+        parts.append(f"at budget {row.budget:,} `{row.best}` (against `{row.next}` {lead}{tie})")
+    return f"Best at {what}: " + "; ".join(parts) + "."
+
+
+def against_recency(texts: pd.DataFrame, score: str = "sum") -> str:
+    """Whether ``score`` keeps more held-out mass than recency does, at how many budgets, with paired intervals."""
+    name = "H2O (`sum`)" if score == "sum" else f"`{score}`"
+    if score not in set(texts["policy"]) or "recency" not in set(texts["policy"]):
+        return f"{name} and recency weren't both compared."
+    found = paired(texts, "share_kept", shared_one_shot(score), shared_one_shot("recency"))
+    if found["low"].isna().any():
+        return f"One text gives no interval: it can't be said whether {name} beats recency."
+    more, less = int((found["low"] > 0).sum()), int((found["high"] < 0).sum())
+    open_ = len(found) - more - less
+    spread = (
+        f"the difference runs from {100 * found['mean'].min():+.1f} to {100 * found['mean'].max():+.1f} points of "
+        "held-out mass"
+    )
+    if more == len(found):
+        verdict = "beats recency at every budget"
+    elif more == 0:
+        verdict = "does not beat recency at any budget"
+    else:
+        verdict = f"beats recency at {more} of {len(found)} budgets only"
+    details = f"{less} clearly below it, {open_} with an interval that holds 0; " if more < len(found) else ""
+    return f"{name} {verdict} ({details}{spread})."
+
+
+def cache_table(layer: AttentionLayer, parameters: Parameters, budgets: list[int]) -> pd.DataFrame:
+    """Bytes of the layer's cache at each budget and for the whole prompt, latent and expanded."""
+    sizes = [min(parameters.seq_len, parameters.n_sink + parameters.n_recent + budget) for budget in budgets]
+    rows = []
+    for size in [*sizes, parameters.seq_len]:
+        stored = cache_bytes(layer, size)
+        columns = {f"{form}, bytes": int(nbytes) for form, nbytes in stored.items()}
+        rows.append({"tokens kept": size, "share of the prompt": f"{size / parameters.seq_len:.1%}", **columns})
+    return pd.DataFrame(rows)
+
+
+def _differs(low: float, high: float) -> bool:
+    return low > 0 or high < 0
+
+
+def _percent(mean: float, low: float, high: float) -> str:
+    if pd.isna(mean):  # a scale without length: random and oracle keep the same
+        return "–"
+    return f"{100 * mean:.1f}" if pd.isna(low) else f"{100 * mean:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
