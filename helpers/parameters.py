@@ -75,7 +75,7 @@ class Parameters:
     policies: tuple[str, ...] = _field(POLICY_NAMES, "what notebook 04 compares", choices=POLICY_NAMES)
     budgets: tuple[int, ...] = _field((), "slots for notebook 04's curves; empty: 1/32 to 1/2 of the middle", low=0)
     n_texts: int = _field(20, "texts, or draws of random embeddings, that notebook 04 compares over", low=1)
-    n_seeds: int = _field(5, "seeds of the random policy and of random weights", low=1, high=1000)
+    n_seeds: int = _field(3, "seeds of the random policy and of random weights", low=1, high=1000)
     device: str = _field("auto", "where to compute; auto: the GPU if there is one", choices=("auto", "cpu", "cuda"))
     dtype: str = _field("bfloat16", "precision of weights", choices=("bfloat16", "float16", "float32"))
     run_dir: str = _field("", "run folder; empty: results/<name made from the parameters>")

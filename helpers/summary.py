@@ -37,7 +37,7 @@ def summarise(
     middle = slice(n_sink, len(score) - n_recent)
     config = (
         f"layer={parameters.layer} seq_len={len(score)} n_sink={n_sink} n_recent={n_recent} budget={budget} "
-        f"dtype={parameters.dtype} score={parameters.score}"
+        f"dtype={parameters.dtype}"
     )
     return {
         "config": config,

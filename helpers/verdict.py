@@ -46,7 +46,9 @@ def who_leads(texts: pd.DataFrame, measure: str, what: str) -> str:
         return "There is one score only: none leads."
     parts = []
     for row in found.itertuples():
-        lead = f"{100 * row.mean:+.2f} points [{100 * row.low:+.2f}, {100 * row.high:+.2f}]"
+        lead = f"{100 * row.mean:+.2f} points"
+        if pd.notna(row.low):
+            lead += f" [{100 * row.low:+.2f}, {100 * row.high:+.2f}]"
         tie = "" if _differs(row.low, row.high) else ": no clear lead"
         parts.append(f"at budget {row.budget:,} `{row.best}` (against `{row.next}` {lead}{tie})")
     return f"Best at {what}: " + "; ".join(parts) + "."

@@ -228,7 +228,7 @@ def small_report(tmp_path_factory: pytest.TempPathFactory, mla_model: torch.nn.M
     folder = home / "runs" / "small-report"
     words = {
         "checkpoint": checkpoint, "layer": 1, "text": text, "seq_len": 48, "continuation": 16, "n_sink": 4,
-        "n_recent": 8, "budget": 12, "dtype": "float32", "run_dir": folder,
+        "n_recent": 8, "budget": 12, "dtype": "float32", "run_dir": folder, "notebooks": "01,02,03,04",
     }  # fmt: skip
     stdout, stderr = io.StringIO(), io.StringIO()
     started = time.monotonic()

@@ -15,7 +15,7 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the PATH to look at the pages with")
 
-PAGES = ["index", "01_capture_attention", "02_score_tokens", "03_evict_h2o"]
+PAGES = ["index", "01_capture_attention", "02_score_tokens", "03_evict_h2o", "04_compare_policies"]
 WIDTHS = {"desk": 1200, "telephone": 390}
 
 # Text with less contrast to what is behind it than WCAG 2 asks for (AA: 4.5, or 3 for large text). Code is left out:

@@ -24,7 +24,7 @@ from conftest import PIECES, SmallReport, stored_tensors, trace
 from PIL import Image
 
 SEQ_LEN, N_SINK, N_RECENT, BUDGET, HEADS, LAYER = 48, 4, 8, 12, 4, 1
-NOTEBOOKS = ("01_capture_attention", "02_score_tokens", "03_evict_h2o")
+NOTEBOOKS = ("01_capture_attention", "02_score_tokens", "03_evict_h2o", "04_compare_policies")
 
 
 def table(report: SmallReport, name: str) -> list[dict[str, str]]:
@@ -61,9 +61,10 @@ def categories(score: list[float]) -> list[str]:
 
 
 def test_the_run_folder_holds_every_artefact_and_nothing_else(small_report: SmallReport) -> None:
-    figures = ("mass_by_head", "score_and_null", "score_over_null", "score_by_category", "sorted_scores")
+    figures = ["mass_by_head", "score_and_null", "score_over_null", "score_by_category", "sorted_scores"]
+    figures += ["policies_share_kept", "policies_output_error", "policies_per_head", "policies_online"]
     expected = {f"{name}.html" for name in (*NOTEBOOKS, "index")}
-    expected |= {"manifest.json", "scores.csv", "eviction.csv", "summary.json"}
+    expected |= {"manifest.json", "scores.csv", "heavy_tails.csv", "eviction.csv", "summary.json", "policies.csv"}
     expected |= {f"figures/{name}.{kind}" for name in figures for kind in ("png", "svg")}
     found = {str(path.relative_to(small_report.folder)) for path in small_report.folder.rglob("*") if path.is_file()}
     assert found == expected
@@ -96,7 +97,8 @@ def test_scores_csv_holds_each_token_its_visible_queries_and_the_null(
     small_report: SmallReport, null: list[float]
 ) -> None:
     rows = table(small_report, "scores.csv")
-    assert list(rows[0]) == ["token_idx", "token", "attention_score", "visible_queries", "null_score"]
+    assert list(rows[0])[:5] == ["token_idx", "token", "attention_score", "visible_queries", "null_score"]
+    assert list(rows[0])[5:] == ["mean", "calibrated", "window", "last", "decayed"]
     assert [row["token"] for row in rows] == [PIECES[i] for i in small_report.ids[:SEQ_LEN]]
     assert [row["token_idx"] for row in rows] == [str(j) for j in range(SEQ_LEN)]
     assert [row["visible_queries"] for row in rows] == [str(SEQ_LEN - j) for j in range(SEQ_LEN)]
@@ -194,6 +196,7 @@ def test_the_manifest_holds_the_parameters_the_environment_and_the_seed(small_re
         "checkpoint": "small-kimi", "layer": LAYER, "input": "auto", "text": small_report.text.name,
         "seq_len": SEQ_LEN, "continuation": 16, "n_sink": N_SINK, "n_recent": N_RECENT, "budget": BUDGET,
         "embedding_std": 1.0, "seed": 0, "device": "auto", "dtype": "float32", "run_dir": "small-report",
+        "score": "sum", "policies": list(POLICY_NAMES), "budgets": [], "n_texts": 20, "n_seeds": 3,
     }  # fmt: skip
     assert manifest["input"]["device"] in ("cpu", "cuda")
     assert manifest["environment"]["versions"]["torch"] == torch.__version__
@@ -230,7 +233,9 @@ def test_the_manifest_points_at_the_very_bytes_of_each_tensor(
 
 def test_the_capture_lies_beside_the_run_under_its_digest(small_report: SmallReport) -> None:
     digest = json_of(small_report, "manifest.json")["capture"]["digest"]
-    assert [path.name for path in (small_report.folder.parent / "captures").iterdir()] == [f"{digest}.safetensors"]
+    stored = {path.name for path in (small_report.folder.parent / "captures").iterdir()}
+    assert f"{digest}.safetensors" in stored
+    assert len(stored) == 2  # the text's, and that of the random embeddings beside it
 
 
 # -- nothing of the machine it was made on
