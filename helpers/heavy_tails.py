@@ -93,11 +93,7 @@ def beyond_random(table: pd.DataFrame, name: str) -> str:
     outside = rows[(rows["value"] < rows["random_low"]) | (rows["value"] > rows["random_high"])]
     if outside.empty:
         return f"On {name}, none of the {len(rows)} figures lies outside what random weights give."
-    listed = "; ".join(
-        f"{STATISTICS[row.statistic]} {_number(row.value)} (random weights {_number(row.random_low)} to "
-        f"{_number(row.random_high)}, null {_number(row.null)})"
-        for row in outside.itertuples()
-    )
+    listed = ", ".join(STATISTICS[statistic] for statistic in outside["statistic"])
     return f"On {name}, {len(outside)} of {len(rows)} figures lie outside what random weights give: {listed}."
 
 

@@ -100,7 +100,7 @@ def scores_and_null(scores: Mapping[str, Scores], null: Scores, title: str) -> F
         axes.plot(null, "--", marker=_marker(null), color=INK, linewidth=1.6, label=NULL_LABEL)
         axes.set(xlabel=f"token index, {name}", ylabel="attention mass")
         _show_all(axes, score, null)
-    panels[0][0].set_title(title)
+    _title_above(figure, title)
     panels[0][0].legend()
     return figure
 
@@ -176,10 +176,12 @@ def policy_curves(means: pd.DataFrame, ylabel: str, title: str) -> Figure:
             axes.set_xscale("log", base=2)
         axes.set_xticks(budgets, [f"{b:,}" for b in budgets])
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(PercentFormatter(1))
+        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         axes.set_xlabel("budget: heavy-hitter slots in the middle")
-    whole.set(ylabel=ylabel, title=title)
-    near.set_title("scores and oracle from near", fontweight="normal")
+    whole.set(ylabel=ylabel)
+    whole.set_title("all policies", fontweight="normal")
+    near.set_title("scores and oracle, from near", fontweight="normal")
+    _title_above(figure, title)
     figure.legend(loc="outside right upper", title="policy")
     return figure
 
@@ -207,6 +209,11 @@ def paired_differences(found: dict[str, pd.DataFrame], ylabel: str, title: str) 
     axes.set(xlabel="budget: heavy-hitter slots in the middle", ylabel=ylabel, title=title)
     figure.legend(loc="outside right upper", title="policy")
     return figure
+
+
+def _title_above(figure: Figure, title: str) -> None:
+    """The title of a figure of several panels, which would run into each other as titles of panels."""
+    figure.suptitle(title, x=0.01, ha="left", fontsize=mpl.rcParams["axes.titlesize"], fontweight="bold")
 
 
 def _marker(values: Scores) -> str:

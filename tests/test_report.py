@@ -23,6 +23,8 @@ import torch
 from conftest import PIECES, SmallReport, stored_tensors, trace
 from PIL import Image
 
+from helpers.parameters import POLICY_NAMES
+
 SEQ_LEN, N_SINK, N_RECENT, BUDGET, HEADS, LAYER = 48, 4, 8, 12, 4, 1
 NOTEBOOKS = ("01_capture_attention", "02_score_tokens", "03_evict_h2o", "04_compare_policies")
 
