@@ -41,9 +41,8 @@ def main(checkpoint: str) -> None:
     table = compare(layer, hidden_states, captured, parameters)
     judged = time.perf_counter() - started
     n_online = (table["start"] != "one-shot").sum()
-    print(
-        f"{ckpt.name}: {PROMPT:,} + {CONTINUATION:,} tokens, {layer.n_heads} heads, {len(curve_budgets(parameters))} budgets"
-    )
+    n_budgets = len(curve_budgets(parameters))
+    print(f"{ckpt.name}: {PROMPT:,} + {CONTINUATION:,} tokens, {layer.n_heads} heads, {n_budgets} budgets")
     print(f"one capture {capture:.1f} s; {len(table)} kept sets, {n_online} of them online, {judged:.1f} s")
     print(f"in all {capture + judged:.1f} s")
 

@@ -17,6 +17,7 @@ from helpers.policies import Kept
 from helpers.products import ONE_AT_A_TIME, Float32Products
 
 BLOCK_BYTES = 2**28  # probabilities held at once
+SMALLEST = 1e-25  # of a kept share in float32: below, its parts run out of numbers
 RESAMPLES = 10_000
 
 
@@ -66,18 +67,18 @@ def output_errors(
     full = query.new_empty(n_queries, n_heads, width)
     change = query.new_empty(len(sets), n_queries, n_heads, width)
     squares, full_square = torch.zeros(len(sets), dtype=torch.float64), 0.0
-    at_once = max(1, BLOCK_BYTES // (8 * n_queries * n_keys))
+    at_once = max(1, BLOCK_BYTES // (4 * n_queries * n_keys))
     for first in range(0, n_heads, at_once):
         heads = torch.arange(first, min(first + at_once, n_heads), device=query.device)
         k, v = key[heads // group].float(), value[heads // group].float()
         logits = module.scaling * query[heads].float() @ k.transpose(1, 2)
-        # float64: what a set keeps may be e^-100 of all, and still is all that its softmax sees
-        p = torch.softmax(logits.masked_fill_(future, float("-inf")).double(), dim=-1)
-        attended = p.float() @ v
+        logits.masked_fill_(future, float("-inf"))
+        p = torch.softmax(logits, dim=-1)
+        attended = p @ v
         full[:, heads] = attended.transpose(0, 1).to(full.dtype)
         full_square += float(attended.double().square().sum())
         for i, stays in enumerate(sets):
-            difference = _attend(p, v, stays if stays.ndim == 1 else stays[heads]) - attended
+            difference = _attend(p, logits, v, stays if stays.ndim == 1 else stays[heads]) - attended
             squares[i] += difference.double().square().sum().cpu()
             change[i, :, heads] = difference.transpose(0, 1).to(change.dtype)
     with ONE_AT_A_TIME, torch.no_grad(), Float32Products():
@@ -123,16 +124,18 @@ def mean_interval(values: npt.NDArray[np.float64], seed: int = 0) -> tuple[float
     return mean, float(low), float(high)
 
 
-def _attend(p: torch.Tensor, value: torch.Tensor, stays: torch.Tensor) -> torch.Tensor:
-    """Attention over the tokens that stay, renormalised: ``p`` [h, C, L], ``value`` [h, L, width], [L] or [h, L]."""
-    if stays.ndim == 1:
-        index = stays.nonzero().flatten()
-        weights, value = p.index_select(2, index), value.index_select(1, index)
-    else:
-        index = stays.nonzero()[:, 1].view(len(stays), -1)
-        weights = p.gather(2, index[:, None].expand(-1, p.shape[1], -1))
-        value = value.gather(1, index[..., None].expand(-1, -1, value.shape[-1]))
-    return (weights / weights.sum(dim=-1, keepdim=True)).float() @ value
+def _attend(p: torch.Tensor, logits: torch.Tensor, value: torch.Tensor, stays: torch.Tensor) -> torch.Tensor:
+    """Attention over the tokens that stay, renormalised: Σ p·v ÷ Σ p over these.
+
+    ``p`` and its ``logits`` [h, C, L], ``value`` [h, L, width], ``stays`` [L] or [h, L].
+    """
+    ones = value.new_ones(*value.shape[:2], 1)
+    kept = torch.cat([value, ones], dim=-1) * stays[..., None]
+    sums = p @ kept
+    if sums[..., -1].min() < SMALLEST:  # what stays had nearly nothing of all, and is all that its softmax sees
+        mask = stays if stays.ndim == 1 else stays[:, None]
+        sums = torch.softmax(logits.masked_fill(~mask, float("-inf")), dim=-1) @ kept
+    return sums[..., :-1] / sums[..., -1:]
 
 
 def _by_head(kept: Kept, n_heads: int) -> Kept:
