@@ -77,8 +77,19 @@ def output_errors(
         attended = p @ v
         full[:, heads] = attended.transpose(0, 1).to(full.dtype)
         full_square += float(attended.double().square().sum())
-        for i, stays in enumerate(sets):
-            difference = _attend(p, logits, v, stays if stays.ndim == 1 else stays[heads]) - attended
+        values = torch.cat([v, v.new_ones(*v.shape[:2], 1)], dim=-1)  # the last column adds up the probabilities
+        smaller, sums = torch.zeros_like(future[0]), values.new_zeros(len(heads), n_queries, width + 1)
+        for i, every in enumerate(sets):
+            stays = every if every.ndim == 1 else every[heads]
+            if smaller.ndim == stays.ndim and not (smaller & ~stays).any():  # nested: only what is new is added
+                sums = sums + _sums_over(p, values, stays & ~smaller)
+            else:
+                sums = _sums_over(p, values, stays)
+            smaller, attended_to = stays, sums
+            if sums[..., -1].min() < SMALLEST:  # what stays had nearly nothing of all, and is all its softmax sees
+                mask = stays if stays.ndim == 1 else stays[:, None]
+                attended_to = torch.softmax(logits.masked_fill(~mask, float("-inf")), dim=-1) @ values
+            difference = attended_to[..., :-1] / attended_to[..., -1:] - attended
             squares[i] += difference.double().square().sum().cpu()
             change[i, :, heads] = difference.transpose(0, 1).to(change.dtype)
     with ONE_AT_A_TIME, torch.no_grad(), Float32Products():
@@ -124,18 +135,14 @@ def mean_interval(values: npt.NDArray[np.float64], seed: int = 0) -> tuple[float
     return mean, float(low), float(high)
 
 
-def _attend(p: torch.Tensor, logits: torch.Tensor, value: torch.Tensor, stays: torch.Tensor) -> torch.Tensor:
-    """Attention over the tokens that stay, renormalised: Σ p·v ÷ Σ p over these.
-
-    ``p`` and its ``logits`` [h, C, L], ``value`` [h, L, width], ``stays`` [L] or [h, L].
-    """
-    ones = value.new_ones(*value.shape[:2], 1)
-    kept = torch.cat([value, ones], dim=-1) * stays[..., None]
-    sums = p @ kept
-    if sums[..., -1].min() < SMALLEST:  # what stays had nearly nothing of all, and is all that its softmax sees
-        mask = stays if stays.ndim == 1 else stays[:, None]
-        sums = torch.softmax(logits.masked_fill(~mask, float("-inf")), dim=-1) @ kept
-    return sums[..., :-1] / sums[..., -1:]
+def _sums_over(p: torch.Tensor, values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Σ p·v over some tokens: ``p`` [h, C, L], ``values`` [h, L, width], ``tokens`` [L], or [h, L], equally many."""
+    if tokens.ndim == 1:
+        index = tokens.nonzero().flatten()
+        return p.index_select(2, index) @ values.index_select(1, index)
+    index = tokens.nonzero()[:, 1].view(len(tokens), -1)
+    of_p = index[:, None].expand(-1, p.shape[1], -1)
+    return p.gather(2, of_p) @ values.gather(1, index[..., None].expand(-1, -1, values.shape[-1]))
 
 
 def _by_head(kept: Kept, n_heads: int) -> Kept:

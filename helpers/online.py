@@ -7,48 +7,57 @@ import numpy.typing as npt
 import torch
 
 from helpers.errors import InputError
+from helpers.scores import Scores, uniform_causal_null
 
 ONLINE_SCORES = ("sum", "mean", "calibrated")
 BLOCK_BYTES = 2**28  # logits held at once
+SMALLEST = 1e-200  # of a cache's share of all exponentials
 
 
-class _Cache:
-    """The tokens that one policy holds, for G groups of heads that choose alike; all groups hold equally many."""
+class _Caches:
+    """The tokens that K caches hold, for G groups of heads that choose alike, and what these have collected.
 
-    def __init__(self, n_groups: int, n_tokens: int, capacity: int) -> None:
-        self.capacity = capacity
-        self.held = np.zeros((n_groups, 0), dtype=np.int64)  # in order of position
-        self.total, self.count, self.null = np.zeros((3, n_groups, n_tokens))
-        self.evicted_at = np.full((n_groups, n_tokens), n_tokens, dtype=np.int64)
+    All arrays are [G, K, L]. The groups of a cache hold equally many tokens.
+    """
 
-    def add(self, token: int) -> None:
-        self.held = np.pad(self.held, ((0, 0), (0, 1)), constant_values=token)
+    def __init__(self, n_groups: int, capacities: list[int], n_tokens: int) -> None:
+        shape = (n_groups, len(capacities), n_tokens)
+        self.capacity = np.array(capacities)
+        self.n_held = np.zeros(len(capacities), dtype=np.int64)
+        self.held, self.total, self.count, self.null = (np.zeros(shape) for _ in range(4))
+        self.evicted_at: npt.NDArray[np.int64] = np.full(shape, n_tokens)
 
-    def observe(self, logits: npt.NDArray[np.float32]) -> None:
-        """Softmax of one query's ``logits`` [G, heads, L] over what is held, added to the accumulators."""
-        x = np.take_along_axis(logits, self.held[:, None], axis=-1).astype(np.float64)
-        p = np.exp(x - x.max(axis=-1, keepdims=True))
-        p /= p.sum(axis=-1, keepdims=True)
-        for accumulator, added in (
-            (self.total, p.sum(axis=1)), (self.count, 1.0), (self.null, logits.shape[1] / self.held.shape[-1])
-        ):  # fmt: skip
-            np.put_along_axis(
-                accumulator, self.held, np.take_along_axis(accumulator, self.held, axis=-1) + added, axis=-1
-            )
+    def observe(self, step: int, logits: npt.NDArray[np.float64]) -> None:
+        """Take up token ``step``, and add its query's softmax over what is held; ``logits`` [G, heads, step + 1]."""
+        self.held[..., step] = 1
+        self.n_held += 1
+        held = self.held[..., : step + 1]
+        # one exponential serves all caches: each divides by the sum over its own tokens
+        e = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        sums = e @ held.transpose(0, 2, 1)  # [G, heads, K]
+        if sums.min() > SMALLEST:
+            p = held * ((1 / sums).transpose(0, 2, 1) @ e)
+        else:  # what a cache holds has nearly nothing of all: its own maximum has to be taken out
+            x = np.where(held[:, None] > 0, logits[:, :, None], -np.inf)  # [G, heads, K, step + 1]
+            x = np.exp(x - x.max(axis=-1, keepdims=True))
+            p = (x / x.sum(axis=-1, keepdims=True)).sum(axis=1)
+        self.total[..., : step + 1] += p
+        self.count[..., : step + 1] += held
+        self.null[..., : step + 1] += held * (logits.shape[1] / self.n_held[:, None])
 
     def evict(self, step: int, score: str, n_sink: int, n_recent: int) -> None:
         """Let the lowest of the unprotected go until no more are held than allowed; the higher index among equals."""
-        divisor = {"sum": np.ones_like(self.total), "mean": self.count, "calibrated": self.null}[score]
-        groups = np.arange(len(self.held))
-        while self.held.shape[-1] > self.capacity:
-            # sinks never leave and recents have not yet: they are the first and the last of what is held
-            unprotected = self.held[:, n_sink : self.held.shape[-1] - n_recent]
-            value = np.take_along_axis(self.total, unprotected, -1) / np.take_along_axis(divisor, unprotected, -1)
-            lowest = value.shape[-1] - 1 - np.argmin(value[:, ::-1], axis=-1)
-            self.evicted_at[groups, unprotected[groups, lowest]] = step
-            stay = np.ones(self.held.shape, dtype=bool)
-            stay[groups, n_sink + lowest] = False
-            self.held = self.held[stay].reshape(len(groups), -1)
+        groups = np.arange(self.held.shape[0])[:, None]
+        unprotected = slice(n_sink, max(n_sink, step + 1 - n_recent))
+        while len(full := np.flatnonzero(self.n_held > self.capacity)):
+            held = self.held[:, full, unprotected] > 0
+            value: Scores = np.full(held.shape, np.inf)
+            divisor = {"sum": self.held, "mean": self.count, "calibrated": self.null}[score][:, full, unprotected]
+            np.divide(self.total[:, full, unprotected], divisor, out=value, where=held)
+            lowest = n_sink + value.shape[-1] - 1 - np.argmin(value[..., ::-1], axis=-1)  # [G, caches]
+            self.held[groups, full, lowest] = 0
+            self.evicted_at[groups, full, lowest] = step
+            self.n_held[full] -= 1
 
 
 def online_eviction(
@@ -84,17 +93,17 @@ def online_eviction(
         raise InputError("n_sink, n_recent and budgets must be at least 0.")
     if n_groups < 1 or n_heads % n_groups:
         raise InputError(f"{n_heads} heads don't make {n_groups} equal groups.")
-    caches = [_Cache(n_groups, n_tokens, n_sink + n_recent + budget) for budget in budgets]
+    caches = _Caches(n_groups, [n_sink + n_recent + budget for budget in budgets], n_tokens)
     first = 0
     if prompt_mass is not None:
         first = prompt_mass.shape[-1]
         mass = prompt_mass.double().cpu().numpy().reshape(n_groups, -1, first).sum(axis=1)
-        null = n_heads // n_groups * np.cumsum(1 / np.arange(first, 0, -1.0))[::-1]
-        for cache in caches:
-            cache.held = np.tile(np.arange(first), (n_groups, 1))
-            cache.total[:, :first], cache.null[:, :first] = mass, null
-            cache.count[:, :first] = np.arange(first, 0, -1)
-            cache.evict(first - 1, score, n_sink, n_recent)
+        caches.n_held[:] = first
+        caches.held[..., :first] = 1
+        caches.total[..., :first] = mass[:, None]
+        caches.count[..., :first] = np.arange(first, 0, -1)
+        caches.null[..., :first] = uniform_causal_null(first, n_heads // n_groups)
+        caches.evict(first - 1, score, n_sink, n_recent)
     grouped_key = key.repeat_interleave(n_heads // len(key), dim=0).float()
     rows = max(1, BLOCK_BYTES // (4 * n_heads * n_tokens))
     for start in range(first, n_tokens, rows):
@@ -102,8 +111,6 @@ def online_eviction(
         block = scale * query[:, start:end].float() @ grouped_key[:, :end].transpose(1, 2)
         logits = block.transpose(0, 1).reshape(end - start, n_groups, n_heads // n_groups, end).cpu().numpy()
         for step in range(start, end):
-            for cache in caches:
-                cache.add(step)
-                cache.observe(logits[step - start])
-                cache.evict(step, score, n_sink, n_recent)
-    return np.stack([cache.evicted_at for cache in caches])
+            caches.observe(step, logits[step - start, ..., : step + 1].astype(np.float64))
+            caches.evict(step, score, n_sink, n_recent)
+    return caches.evicted_at.transpose(1, 0, 2)

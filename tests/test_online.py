@@ -96,6 +96,13 @@ def test_groups_choose_as_each_would_alone() -> None:
         assert sets(found[group]) == plain_online(q[heads].numpy(), expanded[heads], 0.7, 1, 3, 5, "sum")
 
 
+def test_attention_so_sharp_that_what_is_left_had_nothing_is_still_a_softmax() -> None:
+    """Logits of hundreds: what survives may have had e^-700 of all, and shares all of the next query's attention."""
+    q, k = draw(7, 2, 2, 40, sharp=400.0)
+    found = online_eviction(q, k, 1.0, 1, 2, [3])[0, 0]
+    assert sets(found) == plain_online(q.numpy(), k.numpy(), 1.0, 1, 2, 3, "sum")
+
+
 def test_a_cache_that_holds_all_evicts_nothing() -> None:
     q, k = draw(0, 2, 2, 12)
     assert (online_eviction(q, k, 1.0, 4, 4, [4]) == 12).all()
