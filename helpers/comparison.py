@@ -117,17 +117,18 @@ def _cases(
         for budget in budgets:
             kept = kept_tokens(score, n_sink, n_recent, budget)
             yield _Case(policy, selection, "one-shot", seed, budget, kept)
-    for name in names:
-        for selection, groups in (("head-shared", 1), ("per-head", n_groups)):
-            if name not in ONLINE_SCORES or (selection == "per-head" and name != "sum"):
-                continue
-            scale = float(layer.module.scaling)  # type: ignore[arg-type]
-            evicted_at = online_eviction(
-                query[:, :n_tokens], key[:, :n_tokens], scale, n_sink, n_recent, budgets, score=name, n_groups=groups
-            )
-            for budget, at in zip(budgets, evicted_at, strict=True):
-                kept = (at == n_tokens)[0] if groups == 1 else at == n_tokens
-                yield _Case(name, selection, "first-token", 0, budget, kept)
+    online = [("head-shared", name, 1) for name in names if name in ONLINE_SCORES]
+    online += [("per-head", "sum", n_groups)] * ("sum" in names)
+    if not online:
+        return
+    found = online_eviction(
+        query[:, :n_tokens], key[:, :n_tokens], layer.scaling, n_sink, n_recent, budgets,
+        choices=[(name, groups) for _, name, groups in online],
+    )  # fmt: skip
+    for selection, name, groups in online:
+        for budget, evicted_at in zip(budgets, found[name, groups], strict=True):
+            stays = evicted_at == n_tokens
+            yield _Case(name, selection, "first-token", 0, budget, stays if selection == "per-head" else stays[0])
 
 
 def by_text(table: pd.DataFrame) -> pd.DataFrame:

@@ -56,14 +56,14 @@ def heavy_tails(
     for name, score in scores.items():
         value, drawn = described(score), [described(other) for other in random[name]]
         for statistic in STATISTICS:
-            band = [other[statistic] for other in drawn if other[statistic] is not None]
+            band = [x for other in drawn if (x := other[statistic]) is not None]
             rows.append(
                 {
                     "input": name,
                     "statistic": statistic,
                     "value": value[statistic],
-                    "random_low": min(band, default=None),  # type: ignore[type-var]
-                    "random_high": max(band, default=None),  # type: ignore[type-var]
+                    "random_low": min(band, default=None),
+                    "random_high": max(band, default=None),
                     "null": null[statistic],
                     "chance": chance if statistic == "overlap_with_null" else None,
                     **dict(zip(("n_sink", "n_recent", "budget"), policy, strict=True)),

@@ -10,7 +10,7 @@ import copy
 import math
 from collections.abc import Container
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pandas as pd
 import torch
@@ -105,6 +105,11 @@ class AttentionLayer:
     @property
     def n_heads(self) -> int:
         return int(self.config.num_attention_heads)
+
+    @property
+    def scaling(self) -> float:
+        """What the softmax's logits, query · key, are multiplied with."""
+        return float(cast(Any, self.module).scaling)
 
     @property
     def norm_epsilons(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 from helpers.layer import AttentionLayer
 from helpers.memory import is_latent
 from helpers.policies import Kept
-from helpers.products import ONE_AT_A_TIME, Float32Products
+from helpers.products import ONE_AT_A_TIME, Float32Products, exact_products_of
 
 BLOCK_BYTES = 2**28  # probabilities held at once
 SMALLEST = 1e-25  # of a kept share in float32: below, its parts run out of numbers
@@ -56,47 +56,77 @@ def output_errors(
         kept: sets of the prompt's tokens, each [P] or [G, P] for G groups of neighbouring heads, which keep equally
             many. The continuation's own tokens all stay.
     """
-    module: Any = layer.module
     n_heads, n_queries, _ = query.shape
     n_keys, group = key.shape[1], n_heads // len(key)
-    prompt = n_keys - n_queries
-    future = torch.ones(n_queries, n_keys, dtype=torch.bool, device=query.device).triu(prompt + 1)
+    future = torch.ones(n_keys, n_queries, dtype=torch.bool, device=query.device).tril(n_queries - n_keys - 1)
     sets = [torch.from_numpy(np.ascontiguousarray(k if k.ndim == 1 else _by_head(k, n_heads))) for k in kept]
     sets = [nn.functional.pad(k, (0, n_queries), value=True).to(query.device) for k in sets]
-    width = value.shape[-1]
-    full = query.new_empty(n_queries, n_heads, width)
-    change = query.new_empty(len(sets), n_queries, n_heads, width)
-    squares, full_square = torch.zeros(len(sets), dtype=torch.float64), 0.0
+    # of the full cache, then what each set changes in it: [1 + sets, H, C, value width]
+    outputs = query.new_empty(1 + len(sets), n_heads, n_queries, value.shape[-1])
+    squares = torch.zeros(1 + len(sets), dtype=torch.float64)
     at_once = max(1, BLOCK_BYTES // (4 * n_queries * n_keys))
-    for first in range(0, n_heads, at_once):
-        heads = torch.arange(first, min(first + at_once, n_heads), device=query.device)
-        k, v = key[heads // group].float(), value[heads // group].float()
-        logits = module.scaling * query[heads].float() @ k.transpose(1, 2)
+    for heads in torch.arange(n_heads, device=query.device).split(at_once):
+        # a key's logits lie side by side, so that tokens are picked by the row
+        with exact_products_of(query.dtype):
+            logits = key[heads // group].float() @ query[heads].float().transpose(1, 2)
+        logits *= layer.scaling
         logits.masked_fill_(future, float("-inf"))
-        p = torch.softmax(logits, dim=-1)
-        attended = p @ v
-        full[:, heads] = attended.transpose(0, 1).to(full.dtype)
-        full_square += float(attended.double().square().sum())
-        values = torch.cat([v, v.new_ones(*v.shape[:2], 1)], dim=-1)  # the last column adds up the probabilities
-        smaller, sums = torch.zeros_like(future[0]), values.new_zeros(len(heads), n_queries, width + 1)
-        for i, every in enumerate(sets):
-            stays = every if every.ndim == 1 else every[heads]
-            if smaller.ndim == stays.ndim and not (smaller & ~stays).any():  # nested: only what is new is added
-                sums = sums + _sums_over(p, values, stays & ~smaller)
-            else:
-                sums = _sums_over(p, values, stays)
-            smaller, attended_to = stays, sums
-            if sums[..., -1].min() < SMALLEST:  # what stays had nearly nothing of all, and is all its softmax sees
-                mask = stays if stays.ndim == 1 else stays[:, None]
-                attended_to = torch.softmax(logits.masked_fill(~mask, float("-inf")), dim=-1) @ values
-            difference = attended_to[..., :-1] / attended_to[..., -1:] - attended
-            squares[i] += difference.double().square().sum().cpu()
-            change[i, :, heads] = difference.transpose(0, 1).to(change.dtype)
+        values = value[heads // group].float()
+        of_heads = [every if every.ndim == 1 else every[heads] for every in sets]
+        for i, output in enumerate(_full_and_changes(logits, values, of_heads)):
+            squares[i] += output.square().sum(dtype=torch.float64).cpu()
+            outputs[i, heads] = output.to(outputs.dtype)
     with ONE_AT_A_TIME, torch.no_grad(), Float32Products():
-        weight = module.o_proj.weight
-        norms = [float(nn.functional.linear(x.flatten(1), weight).double().norm()) for x in (full, *change)]
-    before = (squares / full_square).sqrt().tolist() if full_square else [0.0] * len(sets)
-    return OutputErrors(before, [norm / norms[0] if norms[0] else 0.0 for norm in norms[1:]])
+        after = [_projected_norm(layer, output) for output in outputs]
+    return OutputErrors(_relative(squares.sqrt().tolist()), _relative(after))
+
+
+def _full_and_changes(
+    logits: torch.Tensor, values: torch.Tensor, sets: Sequence[torch.Tensor]
+) -> Iterator[torch.Tensor]:
+    """Yield the output [h, C, width] of all tokens, then for each set what attending to it alone changes.
+
+    ``logits`` [h, L, C], ``values`` [h, L, width], and ``sets`` of tokens, each [L] or [h, L].
+    """
+    p = torch.softmax(logits, dim=1)
+    full = p.transpose(1, 2) @ values
+    yield full
+    values = torch.cat([values, values.new_ones(*values.shape[:2], 1)], dim=-1)  # the last column adds up p
+    smaller, sums = torch.zeros_like(sets[0][..., :0]), full
+    for stays in sets:
+        if smaller.shape == stays.shape and not (smaller & ~stays).any():  # nested: only what is new is added
+            sums = sums + _sums_over(p, values, stays & ~smaller)
+        else:
+            sums = _sums_over(p, values, stays)
+        smaller = stays
+        output = sums[..., :-1] / sums[..., -1:]
+        # what stays had nearly nothing of these queries' attention, and is all that their softmax sees
+        lost = sums[..., -1] < SMALLEST
+        for h in lost.any(dim=-1).nonzero().flatten().tolist():
+            tokens = stays if stays.ndim == 1 else stays[h]
+            alone = torch.softmax(logits[h, tokens][:, lost[h]], dim=0)
+            output[h, lost[h]] = alone.T @ values[h, tokens, :-1]
+        yield output - full
+
+
+def _sums_over(p: torch.Tensor, values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Σ p·v over some tokens: ``p`` [h, L, C], ``values`` [h, L, width], ``tokens`` [L], or [h, L], equally many."""
+    if tokens.ndim == 1:
+        index = tokens.nonzero().flatten()
+        return p.index_select(1, index).transpose(1, 2) @ values.index_select(1, index)
+    p, values = (x.flatten(0, 1)[tokens.flatten()].view(len(x), -1, x.shape[-1]) for x in (p, values))
+    return p.transpose(1, 2) @ values
+
+
+def _projected_norm(layer: AttentionLayer, output: torch.Tensor) -> float:
+    """Norm over all queries of ``output`` [H, C, width], its heads side by side, behind the output projection."""
+    module: Any = layer.module
+    return float(nn.functional.linear(output.transpose(0, 1).flatten(1), module.o_proj.weight).double().norm())
+
+
+def _relative(norms: list[float]) -> list[float]:
+    full, *changes = norms
+    return [change / full if full else 0.0 for change in changes]
 
 
 def cache_bytes(layer: AttentionLayer, n_tokens: int) -> dict[str, int]:
@@ -133,16 +163,6 @@ def mean_interval(values: npt.NDArray[np.float64], seed: int = 0) -> tuple[float
     drawn = np.random.default_rng(seed).integers(0, len(values), size=(RESAMPLES, len(values)))
     low, high = np.percentile(np.asarray(values)[drawn].mean(axis=1), (2.5, 97.5))
     return mean, float(low), float(high)
-
-
-def _sums_over(p: torch.Tensor, values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Σ p·v over some tokens: ``p`` [h, C, L], ``values`` [h, L, width], ``tokens`` [L], or [h, L], equally many."""
-    if tokens.ndim == 1:
-        index = tokens.nonzero().flatten()
-        return p.index_select(2, index) @ values.index_select(1, index)
-    index = tokens.nonzero()[:, 1].view(len(tokens), -1)
-    of_p = index[:, None].expand(-1, p.shape[1], -1)
-    return p.gather(2, of_p) @ values.gather(1, index[..., None].expand(-1, -1, values.shape[-1]))
 
 
 def _by_head(kept: Kept, n_heads: int) -> Kept:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from helpers.errors import InputError
-from helpers.scores import Scores, uniform_causal_null
+from helpers.products import exact_products_of
+from helpers.scores import uniform_causal_null
 
 ONLINE_SCORES = ("sum", "mean", "calibrated")
 BLOCK_BYTES = 2**28  # logits held at once
@@ -17,59 +20,84 @@ SMALLEST = 1e-200  # of a cache's share of all exponentials
 class _Caches:
     """The tokens that K caches hold, for G groups of heads that choose alike, and what these have collected.
 
-    All arrays are [G, K, L]. The groups of a cache hold equally many tokens.
+    A cache is one score at one capacity; they lie in order of capacity, so that the full ones come first. All arrays
+    are [G, K, L] with the last token first, for argmin takes the first of equals. The groups of a cache hold equally
+    many tokens. The total of a token that left is infinite.
     """
 
-    def __init__(self, n_groups: int, capacities: list[int], n_tokens: int) -> None:
-        shape = (n_groups, len(capacities), n_tokens)
-        self.capacity = np.array(capacities)
-        self.n_held = np.zeros(len(capacities), dtype=np.int64)
-        self.held, self.total, self.count, self.null = (np.zeros(shape) for _ in range(4))
-        self.evicted_at: npt.NDArray[np.int64] = np.full(shape, n_tokens)
+    def __init__(self, scores: Sequence[str], capacities: Sequence[int], n_groups: int, n_tokens: int) -> None:
+        self.scores, self.n_tokens = scores, n_tokens
+        self.capacity = torch.tensor(sorted(capacities)).repeat_interleave(len(scores))
+        self.n_held = torch.zeros_like(self.capacity)
+        shape = (n_groups, len(self.capacity), n_tokens)
+        self.held, self.total = (torch.zeros(shape, dtype=torch.float64) for _ in range(2))
+        self.evicted_at = torch.full(shape, n_tokens)
+        self.divisor = {
+            name: torch.zeros(n_groups, len(capacities), n_tokens, dtype=torch.float64)
+            for name in scores
+            if name != "sum"
+        }
 
-    def observe(self, step: int, logits: npt.NDArray[np.float64]) -> None:
+    def start_with(self, mass: torch.Tensor, heads: int) -> None:
+        """Hold a whole prompt, whose tokens have collected ``mass`` [G, P] from so many heads a group."""
+        n_tokens = mass.shape[-1]
+        prompt = slice(self.n_tokens - n_tokens, None)
+        self.n_held[:] = n_tokens
+        self.held[..., prompt] = 1
+        self.total[..., prompt] = mass.flip(-1)[:, None]
+        counts = {"mean": np.arange(n_tokens, 0, -1), "calibrated": uniform_causal_null(n_tokens, heads)}
+        for name, divisor in self.divisor.items():
+            divisor[..., prompt] = torch.from_numpy(counts[name][::-1].copy())
+
+    def of(self, score: str) -> npt.NDArray[np.int64]:
+        """``evicted_at`` of the caches that use ``score``, the first token first and the smallest cache first."""
+        caches = slice(self.scores.index(score), None, len(self.scores))
+        return self.evicted_at[:, caches].flip(-1).transpose(0, 1).numpy()
+
+    def observe(self, step: int, logits: torch.Tensor) -> None:
         """Take up token ``step``, and add its query's softmax over what is held; ``logits`` [G, heads, step + 1]."""
-        self.held[..., step] = 1
+        seen = slice(self.n_tokens - 1 - step, None)
+        held, heads = self.held[..., seen], logits.shape[1]
+        held[..., 0] = 1
         self.n_held += 1
-        held = self.held[..., : step + 1]
         # one exponential serves all caches: each divides by the sum over its own tokens
-        e = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        sums = e @ held.transpose(0, 2, 1)  # [G, heads, K]
+        e = torch.exp(logits - logits.amax(dim=-1, keepdim=True))
+        sums = e @ held.transpose(1, 2)  # [G, heads, K]
         if sums.min() > SMALLEST:
-            p = held * ((1 / sums).transpose(0, 2, 1) @ e)
+            self.total[..., seen].addcmul_((1 / sums).transpose(1, 2) @ e, held)
         else:  # what a cache holds has nearly nothing of all: its own maximum has to be taken out
-            x = np.where(held[:, None] > 0, logits[:, :, None], -np.inf)  # [G, heads, K, step + 1]
-            x = np.exp(x - x.max(axis=-1, keepdims=True))
-            p = (x / x.sum(axis=-1, keepdims=True)).sum(axis=1)
-        self.total[..., : step + 1] += p
-        self.count[..., : step + 1] += held
-        self.null[..., : step + 1] += held * (logits.shape[1] / self.n_held[:, None])
+            x = logits[:, :, None].masked_fill(held[:, None] == 0, float("-inf"))  # [G, heads, K, step + 1]
+            self.total[..., seen] += torch.softmax(x, dim=-1).sum(dim=1)
+        for name, divisor in self.divisor.items():
+            caches = slice(self.scores.index(name), None, len(self.scores))
+            each = 1 if name == "mean" else heads / self.n_held[caches, None]
+            divisor[..., seen] += held[:, caches] * each
 
-    def evict(self, step: int, score: str, n_sink: int, n_recent: int) -> None:
-        """Let the lowest of the unprotected go until no more are held than allowed; the higher index among equals."""
-        groups = np.arange(self.held.shape[0])[:, None]
-        unprotected = slice(n_sink, max(n_sink, step + 1 - n_recent))
-        while len(full := np.flatnonzero(self.n_held > self.capacity)):
-            held = self.held[:, full, unprotected] > 0
-            value: Scores = np.full(held.shape, np.inf)
-            divisor = {"sum": self.held, "mean": self.count, "calibrated": self.null}[score][:, full, unprotected]
-            np.divide(self.total[:, full, unprotected], divisor, out=value, where=held)
-            lowest = n_sink + value.shape[-1] - 1 - np.argmin(value[..., ::-1], axis=-1)  # [G, caches]
-            self.held[groups, full, lowest] = 0
-            self.evicted_at[groups, full, lowest] = step
-            self.n_held[full] -= 1
+    def evict(self, step: int, n_sink: int, n_recent: int) -> None:
+        """Let the lowest of the unprotected go until no more are held than allowed; the latest token among equals."""
+        first, last = self.n_tokens - max(n_sink, step + 1 - n_recent), self.n_tokens - n_sink
+        while n_full := int((self.n_held > self.capacity).sum()):
+            for i, name in enumerate(self.scores):
+                full = slice(i, n_full, len(self.scores))
+                value = self.total[:, full, first:last]
+                if name in self.divisor:
+                    value = value / self.divisor[name][:, : value.shape[1], first:last]
+                lowest = first + value.argmin(dim=-1, keepdim=True)  # [G, full, 1]
+                for array, gone in ((self.held, 0.0), (self.total, torch.inf), (self.evicted_at, step)):
+                    array[:, full].scatter_(-1, lowest, gone)
+            self.n_held[:n_full] -= 1
 
 
 def online_eviction(
-    query: torch.Tensor, key: torch.Tensor, scale: float, n_sink: int, n_recent: int, budgets: list[int],
-    *, score: str = "sum", n_groups: int = 1, prompt_mass: torch.Tensor | None = None,
-) -> npt.NDArray[np.int64]:  # fmt: skip
-    """Evict step by step while L tokens are read, and return the step after which each token was gone: [budgets, G, L].
+    query: torch.Tensor, key: torch.Tensor, scale: float, n_sink: int, n_recent: int, budgets: Sequence[int],
+    *, choices: Sequence[tuple[str, int]] = (("sum", 1),), prompt_mass: torch.Tensor | None = None,
+) -> dict[tuple[str, int], npt.NDArray[np.int64]]:  # fmt: skip
+    """Evict step by step while L tokens are read; return for each choice the step after which each token was gone.
 
-    A token that stays has L. At step t, each head's softmax runs over the surviving keys and the new one;
-    ``total_j += p``, ``count_j += 1``, ``null_j += heads ÷ keys held`` for these, never rescaled. Then, while more than
-    ``n_sink + n_recent + budget`` keys are held, the unprotected one of the lowest score goes: ``sum`` is the total
-    (H2O's Algorithm 1, arXiv:2306.14048), ``mean`` total ÷ count, ``calibrated`` total ÷ null.
+    Each result is [budgets, G, L], and a token that stays has L. At step t, each head's softmax runs over the surviving
+    keys and the new one; ``total_j += p``, ``count_j += 1``, ``null_j += heads ÷ keys held`` for these, never rescaled.
+    Then, while more than ``n_sink + n_recent + budget`` keys are held, the unprotected one of the lowest score goes:
+    ``sum`` is the total (H2O's Algorithm 1, arXiv:2306.14048), ``mean`` total ÷ count, ``calibrated`` total ÷ null.
 
     Args:
         query: [H, L, width].
@@ -77,9 +105,9 @@ def online_eviction(
         scale: what logits are multiplied with.
         n_sink: first tokens that never leave.
         n_recent: last tokens that can't leave yet.
-        budgets: further tokens that can be held; one result each.
-        score: one of ``ONLINE_SCORES``.
-        n_groups: groups of neighbouring heads that choose for themselves; 1 is head-shared.
+        budgets: further tokens that can be held.
+        choices: pairs of a score, one of ``ONLINE_SCORES``, and G, the groups of neighbouring heads that choose for
+            themselves; 1 is head-shared. Every choice and budget is a cache of its own; all read the same logits.
         prompt_mass: [H, P], the full cache's mass: the first P tokens were read without eviction
             (``start="after-prompt"``). None: ``start="first-token"``, as in the paper.
 
@@ -87,30 +115,35 @@ def online_eviction(
         InputError: another score, a negative count, or groups that don't divide the heads.
     """
     n_heads, n_tokens, _ = query.shape
-    if score not in ONLINE_SCORES:
-        raise InputError(f"Online eviction has the scores {', '.join(ONLINE_SCORES)}, not '{score}'.")
     if min(n_sink, n_recent, *budgets) < 0:
         raise InputError("n_sink, n_recent and budgets must be at least 0.")
-    if n_groups < 1 or n_heads % n_groups:
-        raise InputError(f"{n_heads} heads don't make {n_groups} equal groups.")
-    caches = _Caches(n_groups, [n_sink + n_recent + budget for budget in budgets], n_tokens)
+    by_groups: dict[int, list[str]] = {}
+    for score, n_groups in dict.fromkeys(choices):
+        if score not in ONLINE_SCORES:
+            raise InputError(f"Online eviction has the scores {', '.join(ONLINE_SCORES)}, not '{score}'.")
+        if n_groups < 1 or n_heads % n_groups:
+            raise InputError(f"{n_heads} heads don't make {n_groups} equal groups.")
+        by_groups.setdefault(n_groups, []).append(score)
+    capacities = [n_sink + n_recent + budget for budget in budgets]
+    caches = {n: _Caches(scores, capacities, n, n_tokens) for n, scores in by_groups.items()}
     first = 0
     if prompt_mass is not None:
         first = prompt_mass.shape[-1]
-        mass = prompt_mass.double().cpu().numpy().reshape(n_groups, -1, first).sum(axis=1)
-        caches.n_held[:] = first
-        caches.held[..., :first] = 1
-        caches.total[..., :first] = mass[:, None]
-        caches.count[..., :first] = np.arange(first, 0, -1)
-        caches.null[..., :first] = uniform_causal_null(first, n_heads // n_groups)
-        caches.evict(first - 1, score, n_sink, n_recent)
-    grouped_key = key.repeat_interleave(n_heads // len(key), dim=0).float()
+        for n_groups, held in caches.items():
+            mass = prompt_mass.double().cpu().reshape(n_groups, -1, first).sum(dim=1)
+            held.start_with(mass, n_heads // n_groups)
+            held.evict(first - 1, n_sink, n_recent)
+    last_first = key.float().flip(1).repeat_interleave(n_heads // len(key), dim=0)
     rows = max(1, BLOCK_BYTES // (4 * n_heads * n_tokens))
     for start in range(first, n_tokens, rows):
         end = min(start + rows, n_tokens)
-        block = scale * query[:, start:end].float() @ grouped_key[:, :end].transpose(1, 2)
-        logits = block.transpose(0, 1).reshape(end - start, n_groups, n_heads // n_groups, end).cpu().numpy()
+        keys = last_first[:, n_tokens - end :].transpose(1, 2)
+        with exact_products_of(query.dtype):
+            block = (query[:, start:end].float() @ keys).mul_(scale).cpu()
         for step in range(start, end):
-            caches.observe(step, logits[step - start, ..., : step + 1].astype(np.float64))
-            caches.evict(step, score, n_sink, n_recent)
-    return caches.evicted_at.transpose(1, 0, 2)
+            logits = block[:, step - start, end - 1 - step :].double()
+            for n_groups, held in caches.items():
+                held.observe(step, logits.view(n_groups, -1, step + 1))
+                held.evict(step, n_sink, n_recent)
+    rank = np.argsort(np.argsort(budgets, kind="stable"))
+    return {(score, n): caches[n].of(score)[rank] for score, n in choices}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
@@ -42,6 +42,11 @@ def float32_products_in(precision: str) -> Iterator[None]:
             yield
         finally:
             backend.matmul.fp32_precision = before
+
+
+def exact_products_of(dtype: torch.dtype) -> AbstractContextManager[None]:
+    """Let float32 products on a CPU be as fast as is exact where every factor is a number of ``dtype``."""
+    return float32_products_in("bf16" if dtype == torch.bfloat16 else "ieee")
 
 
 class Float32Products(TorchFunctionMode):

@@ -11,18 +11,22 @@ from typing import Any
 
 import jinja2
 import nbformat
+import pandas as pd
 import papermill
 import psutil
 from nbclient.exceptions import DeadKernelError
 from nbconvert import HTMLExporter
+from nbconvert.filters import markdown2html
 from papermill.exceptions import PapermillExecutionError
 from pygments.formatters import HtmlFormatter
 
+from helpers.comparison import by_text
 from helpers.errors import InputError, NotebookError
 from helpers.parameters import Parameters
 from helpers.paths import NOTEBOOKS, project_root, scrub
 from helpers.runs import MANIFEST, REPORT, Run
 from helpers.summary import comparison, explained, headline
+from helpers.verdict import against_recency, who_leads
 
 TEMPLATES = Path(__file__).with_name("report")
 INDEX_PAGE = "index.html"
@@ -124,24 +128,35 @@ def write_index(run: Run) -> None:
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined)
     parameters = run.manifest["parameters"]
     title = f"H2O on layer {parameters['layer']} of {Path(parameters['checkpoint']).name}"
-    findings = None
+    findings = verdict = None
     if (run.folder / "summary.json").exists():
         summary = json.loads((run.folder / "summary.json").read_text(encoding="utf-8"))
-        picture = base64.b64encode((run.folder / "figures/score_by_category.png").read_bytes()).decode()
         findings = {
             "headline": headline(summary),
             "explained": explained(summary),
             "comparison": comparison(summary),
-            "picture": picture,
+            "picture": _picture(run, "score_by_category"),
         }
     written = run.manifest["artefacts"]
+    if "policies.csv" in written:
+        texts = by_text(pd.read_csv(run.folder / "policies.csv"))
+        sentences = (against_recency(texts), who_leads(texts, "share_kept", "keeping held-out mass"))
+        verdict = {
+            "sentences": [markdown2html(sentence) for sentence in sentences],
+            "picture": _picture(run, "policies_share_kept"),
+        }
     html = environment.get_template("run.html.j2").render(
         page=_page(run, title, INDEX_PAGE),
         findings=findings,
+        verdict=verdict,
         files={name: CONTENTS[name] for name in CONTENTS if name in written or name == MANIFEST},
         figures=sorted({Path(name).stem for name in written if name.startswith("figures/")}),
     )
     run.write_text(INDEX_PAGE, html)
+
+
+def _picture(run: Run, name: str) -> str:
+    return base64.b64encode((run.folder / f"figures/{name}.png").read_bytes()).decode()
 
 
 def _page(run: Run, title: str, name: str) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def test_means_and_paired_differences_are_those_of_plain_loops(judged: pd.DataFr
 
     names = sorted(judged["text"].unique())
     means = over_texts(texts, "share_kept")
-    for budget in SMALL["budgets"]:  # type: ignore[attr-defined]
+    for budget in SMALL["budgets"]:
         (mean,) = means.query(
             "policy == 'random' and selection == 'head-shared' and start == 'one-shot' and budget == @budget"
         )["mean"]

@@ -66,8 +66,10 @@ def test_every_kept_set_equals_the_plain_loops(
     seed: int, n: int, n_sink: int, n_recent: int, budget: int, score: str, sharp: float
 ) -> None:
     q, k = draw(seed, 2, 2, n, sharp)
-    found = online_eviction(q, k, 0.5, n_sink, n_recent, [budget, budget + 2], score=score)
-    for i, size in enumerate((budget, budget + 2)):
+    found = online_eviction(
+        q, k, 0.5, n_sink, n_recent, [budget + 2, budget], choices=[(name, 1) for name in ONLINE_SCORES]
+    )[score, 1]
+    for i, size in enumerate((budget + 2, budget)):
         if sharp:  # even attention is a tie of sums that depend on the order of adding
             assert sets(found[i, 0]) == plain_online(q.numpy(), k.numpy(), 0.5, n_sink, n_recent, size, score)
         assert all(len(kept) == min(t + 1, n_sink + n_recent + size) for t, kept in enumerate(sets(found[i, 0])))
@@ -79,7 +81,7 @@ def test_after_a_prompt_it_goes_on_from_the_full_caches_mass(score: str) -> None
     logits = 0.5 * q.double() @ k.double().transpose(1, 2)
     p = torch.softmax(logits.masked_fill(torch.ones(40, 40, dtype=torch.bool).triu(1), -math.inf), dim=-1)
     mass = p[:, :24, :24].sum(dim=1)
-    found = online_eviction(q, k, 0.5, 2, 4, [6], score=score, prompt_mass=mass)[0, 0]
+    found = online_eviction(q, k, 0.5, 2, 4, [6], choices=[(score, 1)], prompt_mass=mass)[score, 1][0, 0]
     assert sets(found)[23:] == plain_online(q.numpy(), k.numpy(), 0.5, 2, 4, 6, score, prompt=24)[23:]
     # its first eviction is one-shot's
     divisor = {"sum": 1.0, "mean": np.arange(24, 0, -1), "calibrated": uniform_causal_null(24, 3)}[score]
@@ -89,7 +91,7 @@ def test_after_a_prompt_it_goes_on_from_the_full_caches_mass(score: str) -> None
 
 def test_groups_choose_as_each_would_alone() -> None:
     q, k = draw(3, 4, 2, 30)  # grouped queries: two query heads share a key head
-    found = online_eviction(q, k, 0.7, 1, 3, [5], n_groups=2)[0]
+    found = online_eviction(q, k, 0.7, 1, 3, [5], choices=[("sum", 1), ("sum", 2)])["sum", 2][0]
     expanded = k.repeat_interleave(2, dim=0).numpy()
     for group in range(2):
         heads = slice(2 * group, 2 * group + 2)
@@ -99,19 +101,19 @@ def test_groups_choose_as_each_would_alone() -> None:
 def test_attention_so_sharp_that_what_is_left_had_nothing_is_still_a_softmax() -> None:
     """Logits of hundreds: what survives may have had e^-700 of all, and shares all of the next query's attention."""
     q, k = draw(7, 2, 2, 40, sharp=400.0)
-    found = online_eviction(q, k, 1.0, 1, 2, [3])[0, 0]
+    found = online_eviction(q, k, 1.0, 1, 2, [3])["sum", 1][0, 0]
     assert sets(found) == plain_online(q.numpy(), k.numpy(), 1.0, 1, 2, 3, "sum")
 
 
 def test_a_cache_that_holds_all_evicts_nothing() -> None:
     q, k = draw(0, 2, 2, 12)
-    assert (online_eviction(q, k, 1.0, 4, 4, [4]) == 12).all()
+    assert (online_eviction(q, k, 1.0, 4, 4, [4])["sum", 1] == 12).all()
 
 
 def test_a_new_token_lives_through_its_whole_window() -> None:
     """Entering with little mass, it would be the first to go, and the cache would freeze on the prompt."""
     q, k = draw(1, 2, 2, 60)
-    evicted_at = online_eviction(q, k, 1.0, 2, 7, [3])[0, 0]
+    evicted_at = online_eviction(q, k, 1.0, 2, 7, [3])["sum", 1][0, 0]
     gone = np.flatnonzero(evicted_at < 60)
     assert (evicted_at[gone] - gone >= 7).all()
     assert len(gone) == 60 - 12
@@ -119,14 +121,14 @@ def test_a_new_token_lives_through_its_whole_window() -> None:
 
 def test_even_attention_by_sum_keeps_the_earliest_as_ties_go_to_the_lower_index() -> None:
     q, k = torch.zeros(1, 20, 4), torch.zeros(1, 20, 4)
-    assert sets(online_eviction(q, k, 1.0, 0, 0, [4])[0, 0])[-1] == {0, 1, 2, 3}
+    assert sets(online_eviction(q, k, 1.0, 0, 0, [4])["sum", 1][0, 0])[-1] == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"score": "window"}, "scores sum, mean, calibrated, not 'window'"),
-        ({"n_groups": 3}, "2 heads don't make 3 equal groups"),
+        ({"choices": [("sum", 1), ("window", 1)]}, "scores sum, mean, calibrated, not 'window'"),
+        ({"choices": [("sum", 3)]}, "2 heads don't make 3 equal groups"),
         ({"n_sink": -1}, "must be at least 0"),
         ({"budgets": [4, -1]}, "must be at least 0"),
     ],
