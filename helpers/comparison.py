@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 import torch
 
@@ -132,27 +133,27 @@ def _cases(
 
 
 def by_text(table: pd.DataFrame) -> pd.DataFrame:
-    """One row a text and policy: seeds averaged, and each measure's fraction of the way from random to the oracle.
-
-    The scale's ends are the text's own head-shared ``random`` (mean of its seeds) and mass ``oracle`` at that budget.
-    """
-    mean = table.drop(columns="seed").groupby(["text", *KEYS], sort=False, as_index=False).mean()
-    shared = mean[(mean["selection"] == "head-shared") & (mean["start"] == "one-shot")]
-    for end in ("random", "oracle"):
-        rows = shared[shared["policy"] == end][["text", "budget", *MEASURES]]
-        mean = mean.merge(rows, on=["text", "budget"], suffixes=("", f"_{end}"))
-    for name in MEASURES:
-        ends = (mean.pop(f"{name}_random").to_numpy(), mean.pop(f"{name}_oracle").to_numpy())
-        mean[f"{name}_of_the_way"] = fraction_of_the_way(mean[name].to_numpy(), *ends)
-    return mean
+    """One row a text, policy and budget: seeds averaged."""
+    return table.drop(columns="seed").groupby(["text", *KEYS], sort=False, as_index=False).mean()
 
 
 def over_texts(texts: pd.DataFrame, measure: str) -> pd.DataFrame:
     """Mean over texts of ``measure`` with its 95 % bootstrap interval: columns ``KEYS``, mean, low, high."""
-    rows = [
-        [*keys, *mean_interval(group.sort_values("text")[measure].to_numpy())]
-        for keys, group in texts.groupby(KEYS, sort=False)
-    ]
+    rows = [[*keys, *mean_interval(_values(group, measure))] for keys, group in texts.groupby(KEYS, sort=False)]
+    return pd.DataFrame(rows, columns=[*KEYS, "mean", "low", "high"])
+
+
+def of_the_way(texts: pd.DataFrame, measure: str) -> pd.DataFrame:
+    """As :func:`over_texts`, for how far from random (0) to the mass oracle (1) each policy gets.
+
+    The scale's ends at a budget are the head-shared ``random`` (mean of its seeds) and mass ``oracle``.
+    """
+    ends = texts[(texts["selection"] == "head-shared") & (texts["start"] == "one-shot")]
+    rows = []
+    for keys, group in texts.groupby(KEYS, sort=False):
+        at_budget = ends[ends["budget"] == keys[-1]]
+        random, oracle = (_values(at_budget[at_budget["policy"] == end], measure) for end in ("random", "oracle"))
+        rows.append([*keys, *fraction_of_the_way(_values(group, measure), random, oracle)])
     return pd.DataFrame(rows, columns=[*KEYS, "mean", "low", "high"])
 
 
@@ -177,6 +178,11 @@ def check_oracle(texts: pd.DataFrame) -> None:
     best = shared[(shared["policy"] == "oracle")].set_index(["text", "budget"])["share_kept"]
     beaten = shared["share_kept"].to_numpy() - best.loc[list(zip(shared["text"], shared["budget"], strict=True))]
     assert beaten.max() <= 1e-9, f"a set keeps {beaten.max():.2e} more than the mass oracle"
+
+
+def _values(rows: pd.DataFrame, measure: str) -> npt.NDArray[np.float64]:
+    """One value a text, the texts in the same order for every policy."""
+    return rows.sort_values("text")[measure].to_numpy()
 
 
 def shared_one_shot(policy: str) -> tuple[str, str, str]:

@@ -144,25 +144,41 @@ def cache_bytes(layer: AttentionLayer, n_tokens: int) -> dict[str, int]:
     return {"expanded": n_tokens * layer.config.num_key_value_heads * 2 * module.head_dim * itemsize}
 
 
-def fraction_of_the_way(
-    value: npt.NDArray[np.float64], random: npt.NDArray[np.float64], oracle: npt.NDArray[np.float64]
-) -> npt.NDArray[np.float64]:
-    """0 at ``random``, 1 at the mass ``oracle``; NaN where these don't differ. May lie outside: nothing is cut."""
-    span = oracle - random
-    return np.divide(value - random, span, out=np.full_like(span, np.nan), where=span != 0)
-
-
 def mean_interval(values: npt.NDArray[np.float64], seed: int = 0) -> tuple[float, float, float]:
     """Mean of one value a document, and its 95 % interval: percentile bootstrap over documents (Efron 1979).
 
     For a paired comparison, ``values`` are differences. The interval of fewer than two documents is NaN.
     """
-    mean = float(np.mean(values))
-    if len(values) < 2:
-        return mean, float("nan"), float("nan")
+    return float(np.mean(values)), *_middle_95(_resampled_mean(values, seed))
+
+
+def fraction_of_the_way(
+    values: npt.NDArray[np.float64], random: npt.NDArray[np.float64], oracle: npt.NDArray[np.float64], seed: int = 0
+) -> tuple[float, float, float]:
+    """Where a policy's mean lies between that of ``random`` (0) and of the mass ``oracle`` (1), with a 95 % interval.
+
+    (mean of values − mean of random) ÷ (mean of oracle − mean of random), one value a document and array; the bootstrap
+    draws documents. It may lie outside 0 … 1: nothing is cut. All NaN where these documents don't tell the ends apart:
+    then there is no scale.
+    """
+    span = _resampled_mean(oracle - random, seed)
+    low, high = _middle_95(span)
+    whole = float(np.mean(oracle - random))
+    if whole == 0 or low <= 0 <= high:
+        return float("nan"), float("nan"), float("nan")
+    return float(np.mean(values - random)) / whole, *_middle_95(_resampled_mean(values - random, seed) / span)
+
+
+def _resampled_mean(values: npt.NDArray[np.float64], seed: int) -> npt.NDArray[np.float64]:
+    """Means of as many documents drawn with replacement, ``RESAMPLES`` times; the same draws for one seed."""
     drawn = np.random.default_rng(seed).integers(0, len(values), size=(RESAMPLES, len(values)))
-    low, high = np.percentile(np.asarray(values)[drawn].mean(axis=1), (2.5, 97.5))
-    return mean, float(low), float(high)
+    means: npt.NDArray[np.float64] = values[drawn].mean(axis=1) if len(values) > 1 else np.full(RESAMPLES, np.nan)
+    return means
+
+
+def _middle_95(resampled: npt.NDArray[np.float64]) -> tuple[float, float]:
+    low, high = np.percentile(resampled, (2.5, 97.5))
+    return float(low), float(high)
 
 
 def _by_head(kept: Kept, n_heads: int) -> Kept:

@@ -13,12 +13,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import seaborn as sns
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator, PercentFormatter
 
-from helpers.scores import SCORES, Scores
+from helpers.scores import Scores
 
 INK = "#222222"
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#8C8C8C"
@@ -157,20 +158,21 @@ def sorted_scores(score: Scores, null: Scores, budget: int, n_protected: int, ti
     return figure
 
 
-def policy_curves(means: pd.DataFrame, ylabel: str, title: str) -> Figure:
-    """Mean over texts against budget, a line a policy, with the 95 % interval as a band; beside it, scores from near.
+def policy_curves(panels: Mapping[str, pd.DataFrame], title: str) -> Figure:
+    """Mean over texts against budget, a line a policy, with the 95 % interval as a band; panels side by side.
 
-    ``means`` has the columns policy, budget, mean, low, high, one row a policy and budget.
+    ``panels`` maps what a panel shows to a table with the columns policy, budget, mean, low, high, one row a policy and
+    budget. Fractions, drawn as percent.
     """
-    figure, (whole, near) = plt.subplots(1, 2, figsize=(11, 5.2))
-    budgets = sorted(means["budget"].unique())
-    present = [name for name in POLICIES if name in set(means["policy"])]
-    for axes, policies in ((whole, present), (near, [name for name in present if name in SCORES or name == "oracle"])):
-        for policy in policies:
+    figure, all_axes = plt.subplots(1, len(panels), figsize=(11, 5.2), squeeze=False)
+    labels: dict[str, Artist] = {}
+    for axes, (shown, means) in zip(all_axes[0], panels.items(), strict=True):
+        budgets = sorted(means["budget"].unique())
+        for policy in [name for name in POLICIES if name in set(means["policy"])]:
             colour, marker, line = POLICIES[policy]
             rows = means[means["policy"] == policy].sort_values("budget")
-            label = policy if axes is whole else None
-            axes.plot(rows["budget"], rows["mean"], line, color=colour, marker=marker, linewidth=1.8, label=label)
+            (curve,) = axes.plot(rows["budget"], rows["mean"], line, color=colour, marker=marker, linewidth=1.8)
+            labels.setdefault(policy, curve)
             axes.fill_between(rows["budget"], rows["low"], rows["high"], color=colour, alpha=0.12, linewidth=0)
         if min(budgets) > 0:
             axes.set_xscale("log", base=2)
@@ -178,11 +180,9 @@ def policy_curves(means: pd.DataFrame, ylabel: str, title: str) -> Figure:
         axes.xaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         axes.set_xlabel("budget: heavy-hitter slots in the middle")
-    whole.set(ylabel=ylabel)
-    whole.set_title("all policies", fontweight="normal")
-    near.set_title("scores and oracle, from near", fontweight="normal")
+        axes.set_title(shown, fontweight="normal")
     _title_above(figure, title)
-    figure.legend(loc="outside right upper", title="policy")
+    figure.legend(labels.values(), labels.keys(), loc="outside right upper", title="policy")
     return figure
 
 

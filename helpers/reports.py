@@ -26,7 +26,7 @@ from helpers.parameters import Parameters
 from helpers.paths import NOTEBOOKS, project_root, scrub
 from helpers.runs import MANIFEST, REPORT, Run
 from helpers.summary import comparison, explained, headline
-from helpers.verdict import against_recency, who_leads
+from helpers.verdict import against, who_leads
 
 TEMPLATES = Path(__file__).with_name("report")
 INDEX_PAGE = "index.html"
@@ -140,7 +140,7 @@ def write_index(run: Run) -> None:
     written = run.manifest["artefacts"]
     if "policies.csv" in written:
         texts = by_text(pd.read_csv(run.folder / "policies.csv"))
-        sentences = (against_recency(texts), who_leads(texts, "share_kept", "keeping held-out mass"))
+        sentences = (against(texts, "recency"), who_leads(texts, "share_kept", "keeping held-out mass"))
         verdict = {
             "sentences": [markdown2html(sentence) for sentence in sentences],
             "picture": _picture(run, "policies_share_kept"),

@@ -11,18 +11,22 @@ from helpers.parameters import Parameters
 from helpers.scores import SCORES
 
 
-def intervals(texts: pd.DataFrame, measure: str) -> pd.DataFrame:
-    """One row a policy, one column a budget: mean and 95 % interval over texts, in percent."""
-    means = over_texts(texts, measure)
-    means["shown"] = [_percent(row.mean, row.low, row.high) for row in means.itertuples()]
-    means["policy"] = [
+def intervals(means: pd.DataFrame) -> pd.DataFrame:
+    """One row a policy, one column a budget: mean and 95 % interval over texts, in percent.
+
+    ``means`` as :func:`helpers.comparison.over_texts` gives them.
+    """
+    names = [
         row.policy
         + (", per head" if row.selection == "per-head" else "")
         + (", online" if row.start == "first-token" else "")
         for row in means.itertuples()
     ]
-    wide = means.pivot_table(index="policy", columns="budget", values="shown", aggfunc="first", sort=False)
-    return wide.reset_index().rename(columns={b: f"budget {b:,}" for b in sorted(texts["budget"].unique())})
+    cells = [_percent(row.mean, row.low, row.high) for row in means.itertuples()]
+    wide = means.assign(policy=names, shown=cells).pivot_table(
+        index="policy", columns="budget", values="shown", aggfunc="first", sort=False
+    )
+    return wide.reset_index().rename(columns={b: f"budget {b:,}" for b in sorted(means["budget"].unique())})
 
 
 def leaders(texts: pd.DataFrame, measure: str = "share_kept") -> pd.DataFrame:
@@ -54,28 +58,39 @@ def who_leads(texts: pd.DataFrame, measure: str, what: str) -> str:
     return f"Best at {what}: " + "; ".join(parts) + "."
 
 
-def against_recency(texts: pd.DataFrame, score: str = "sum") -> str:
-    """Whether ``score`` keeps more held-out mass than recency does, at how many budgets, with paired intervals."""
+def who_leads_title(texts: pd.DataFrame, measure: str, what: str) -> str:
+    """The title of a measure's figure: the score that is best at every budget, or at the smallest and the largest."""
+    best = leaders(texts, measure)
+    if best.empty:
+        return f"{what.capitalize()}, by policy"
+    small, large = best.iloc[0], best.iloc[-1]
+    if best["best"].nunique() == 1:
+        return f"{what.capitalize()}: {small['best']} at every budget"
+    return f"{what.capitalize()}: {small['best']} at budget {small['budget']:,}, {large['best']} at {large['budget']:,}"
+
+
+def against(texts: pd.DataFrame, control: str, measure: str = "share_kept", score: str = "sum") -> str:
+    """Whether ``score`` does better than a control by a measure, at how many budgets, with paired intervals."""
     name = "H2O (`sum`)" if score == "sum" else f"`{score}`"
-    if score not in set(texts["policy"]) or "recency" not in set(texts["policy"]):
-        return f"{name} and recency weren't both compared."
-    found = paired(texts, "share_kept", shared_one_shot(score), shared_one_shot("recency"))
+    what = "output error" if measure.startswith("error") else "held-out mass"
+    if score not in set(texts["policy"]) or control not in set(texts["policy"]):
+        return f"{name} and {control} weren't both compared."
+    found = paired(texts, measure, shared_one_shot(score), shared_one_shot(control))
     if found["low"].isna().any():
-        return f"One text gives no interval: it can't be said whether {name} beats recency."
-    more, less = int((found["low"] > 0).sum()), int((found["high"] < 0).sum())
-    open_ = len(found) - more - less
-    spread = (
-        f"the difference runs from {100 * found['mean'].min():+.1f} to {100 * found['mean'].max():+.1f} points of "
-        "held-out mass"
-    )
-    if more == len(found):
-        verdict = "beats recency at every budget"
-    elif more == 0:
-        verdict = "does not beat recency at any budget"
+        return f"One text gives no interval: it can't be said whether {name} beats {control} by {what}."
+    above, below = int((found["low"] > 0).sum()), int((found["high"] < 0).sum())
+    better, worse = (below, above) if measure.startswith("error") else (above, below)
+    if better == len(found):
+        verdict = f"beats {control} at every budget"
+    elif better == 0:
+        verdict = f"does not beat {control} at any budget"
     else:
-        verdict = f"beats recency at {more} of {len(found)} budgets only"
-    details = f"{less} clearly below it, {open_} with an interval that holds 0; " if more < len(found) else ""
-    return f"{name} {verdict} ({details}{spread})."
+        verdict = f"beats {control} at {better} of {len(found)} budgets only"
+    details = f"{worse} clearly worse, {len(found) - better - worse} with an interval that holds 0; "
+    return (
+        f"By {what}, {name} {verdict} ({details if better < len(found) else ''}the difference runs from "
+        f"{100 * found['mean'].min():+.1f} to {100 * found['mean'].max():+.1f} points)."
+    )
 
 
 def cache_table(layer: AttentionLayer, parameters: Parameters, budgets: list[int]) -> pd.DataFrame:

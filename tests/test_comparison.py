@@ -14,12 +14,14 @@ import torch
 from helpers.capture import prompt_statistics
 from helpers.checkpoint import Checkpoint
 from helpers.comparison import (
+    KEYS,
     MEASURES,
     by_text,
     check_comparison,
     check_oracle,
     compare,
     curve_budgets,
+    of_the_way,
     over_texts,
     paired,
     shared_one_shot,
@@ -30,7 +32,7 @@ from helpers.inputs import prepare_inputs, random_embeddings
 from helpers.layer import load_attention, random_attention
 from helpers.parameters import Parameters
 from helpers.policies import evict
-from helpers.verdict import against_recency, leaders, who_leads
+from helpers.verdict import against, intervals, leaders, who_leads, who_leads_title
 
 SMALL = {"seq_len": 40, "continuation": 8, "n_sink": 2, "n_recent": 6, "budgets": [2, 5, 9], "n_seeds": 3}
 
@@ -60,14 +62,16 @@ def test_every_policy_is_judged_at_every_budget_with_exact_counts(judged: pd.Dat
     assert (one["share_kept_worst_head"] <= one["share_kept"] + 1e-12).all()
 
 
-def test_the_fraction_of_the_way_runs_from_randoms_mean_to_the_oracle(judged: pd.DataFrame) -> None:
+def test_the_fraction_of_the_way_is_that_of_the_means_over_texts(judged: pd.DataFrame) -> None:
     texts = by_text(judged)
-    for row in texts.itertuples():
-        mine = judged[(judged["text"] == row.text) & (judged["budget"] == row.budget) & (judged["start"] == "one-shot")]
-        shared = mine[mine["selection"] == "head-shared"]
-        random = statistics.fmean(shared[shared["policy"] == "random"]["error_after"])
-        (oracle,) = shared[shared["policy"] == "oracle"]["error_after"]
-        assert row.error_after_of_the_way == pytest.approx((row.error_after - random) / (oracle - random))
+    found = of_the_way(texts, "share_kept").set_index(KEYS)["mean"]
+    shared = judged[(judged["start"] == "one-shot") & (judged["selection"] == "head-shared")]
+    means = shared.groupby(["policy", "budget"])["share_kept"].mean()  # every text has as many seeds
+    for policy, budget in means.index:
+        if policy == "random":
+            assert found[policy, "head-shared", "one-shot", budget] == 0
+        way = (means[policy, budget] - means["random", budget]) / (means["oracle", budget] - means["random", budget])
+        assert found[policy, "head-shared", "one-shot", budget] == pytest.approx(way)
 
 
 def test_means_and_paired_differences_are_those_of_plain_loops(judged: pd.DataFrame) -> None:
@@ -111,14 +115,37 @@ def made_up(shares: dict[str, list[float]]) -> pd.DataFrame:
 
 def test_the_verdict_says_when_h2o_does_not_beat_recency() -> None:
     low, high = [0.2, 0.3, 0.25, 0.21], [0.5, 0.6, 0.52, 0.55]
-    assert "does not beat recency at any budget (1 clearly below" in against_recency(
-        made_up({"sum": low, "recency": high})
+    worse, better = made_up({"sum": low, "recency": high}), made_up({"sum": high, "recency": low})
+    assert "does not beat recency at any budget (1 clearly worse, 0" in against(worse, "recency")
+    assert "By held-out mass, H2O (`sum`) beats recency at every budget (the" in against(better, "recency")
+    # of errors, the smaller one is better
+    assert "By output error, H2O (`sum`) beats recency at every budget (the" in against(worse, "recency", "error_after")
+    assert "does not beat recency at any budget (1 clearly worse" in against(better, "recency", "error_after")
+    tied = made_up({"sum": [0.2, 0.4, 0.2, 0.4], "recency": [0.4, 0.2, 0.4, 0.2]})
+    assert "does not beat recency at any budget (0 clearly worse, 1 with an interval that holds 0" in (
+        against(tied, "recency")
     )
-    assert "beats recency at every budget" in against_recency(made_up({"sum": high, "recency": low}))
-    assert "does not beat recency at any budget (0 clearly below it, 1 with an interval that holds 0" in (
-        against_recency(made_up({"sum": [0.2, 0.4, 0.2, 0.4], "recency": [0.4, 0.2, 0.4, 0.2]}))
-    )
-    assert "it can't be said" in against_recency(made_up({"sum": [0.2], "recency": [0.4]}))
+    assert "it can't be said" in against(made_up({"sum": [0.2], "recency": [0.4]}), "recency")
+    assert "H2O (`sum`) and random weren't both compared" in against(tied, "random")
+
+
+def test_a_title_names_one_leader_at_all_budgets_or_the_two_at_the_ends() -> None:
+    first = made_up({"sum": [0.2, 0.3], "mean": [0.4, 0.5]})
+    same, other = first.assign(budget=16), made_up({"sum": [0.4, 0.5], "mean": [0.2, 0.3]}).assign(budget=16)
+    assert who_leads_title(pd.concat([first, same]), "share_kept", "most mass") == "Most mass: mean at every budget"
+    ends = who_leads_title(pd.concat([first, other]), "share_kept", "most mass")
+    assert ends == "Most mass: mean at budget 8, sum at 16"
+    assert who_leads_title(made_up({"sum": [0.2]}), "share_kept", "most mass") == "Most mass, by policy"
+
+
+def test_a_table_names_every_form_of_a_policy_and_shows_no_scale_as_a_dash() -> None:
+    texts = made_up({"random": [0.2, 0.3], "oracle": [0.4, 0.5], "sum": [0.3, 0.4]})
+    forms = [texts, texts.assign(selection="per-head"), texts.assign(start="first-token")]
+    found = intervals(over_texts(pd.concat(forms), "share_kept")).set_index("policy")["budget 8"]
+    assert {"sum", "sum, per head", "sum, online"} <= set(found.index)
+    assert found["sum"] == "35.0 [30.0, 40.0]"
+    flat = made_up({"random": [0.2, 0.3], "oracle": [0.3, 0.2], "sum": [0.3, 0.4]})
+    assert set(intervals(of_the_way(flat, "share_kept"))["budget 8"]) == {"–"}
 
 
 def test_the_leader_is_the_best_score_and_a_lead_within_chance_is_called_none() -> None:

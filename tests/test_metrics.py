@@ -148,8 +148,20 @@ def test_bytes_of_the_cache_are_those_of_transformers_cache(layer: AttentionLaye
 
 
 def test_fraction_of_the_way_is_zero_at_random_one_at_the_oracle_and_not_cut() -> None:
-    found = fraction_of_the_way(np.array([0.2, 0.6, 0.1, 0.5]), np.full(4, 0.2), np.array([0.6, 0.6, 0.6, 0.2]))
-    np.testing.assert_allclose(found, [0, 1, -0.25, np.nan])
+    random, oracle = np.array([0.2, 0.25, 0.3, 0.22]), np.array([0.6, 0.62, 0.7, 0.66])
+    assert fraction_of_the_way(random, random, oracle) == (0, 0, 0)
+    assert fraction_of_the_way(oracle, random, oracle) == pytest.approx((1, 1, 1))
+    # on the line between the ends in every document, whatever is drawn
+    assert fraction_of_the_way(random - 0.5 * (oracle - random), random, oracle) == pytest.approx((-0.5, -0.5, -0.5))
+    middle, low, high = fraction_of_the_way(np.array([0.3, 0.5, 0.4, 0.6]), random, oracle)
+    assert middle == pytest.approx((0.45 - 0.2425) / (0.645 - 0.2425))
+    assert low < middle < high
+
+
+def test_ends_that_these_documents_do_not_tell_apart_are_no_scale() -> None:
+    random, oracle = np.array([0.2, 0.3, 0.2, 0.3]), np.array([0.3, 0.2, 0.29, 0.22])
+    assert np.isnan(fraction_of_the_way(oracle, random, oracle)).all()
+    assert np.isnan(fraction_of_the_way(random, random, random)).all()
 
 
 def test_intervals_cover_the_true_mean_about_as_often_as_they_say() -> None:

@@ -18,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from conftest import PIECES, SmallReport, stored_tensors, trace
@@ -458,3 +459,15 @@ def test_the_front_page_shows_the_figures_of_the_summary(
     assert rows["tokens: kept"][:3] == ["100 (39.1%)", "24 (50.0%)", "24 (50.0%)"]
     assert "H2O keeps 24 of 48 tokens (50.0%: 4 sinks, 8 recents, 12 heavy hitters) and evicts 24 (50.0%)." in source
     assert "The weights of this run are random" in source
+
+
+def test_the_front_page_says_how_h2o_did_against_recency(small_report: SmallReport) -> None:
+    rows = pd.read_csv(small_report.folder / "policies.csv")
+    rows = rows[(rows["selection"] == "head-shared") & (rows["start"] == "one-shot")]
+    means = rows.pivot_table(index="budget", columns="policy", values="share_kept")
+    points = [100 * (ours - theirs) for ours, theirs in zip(means["sum"], means["recency"], strict=True)]
+    page = Page(small_report.folder / "index.html")
+    text = " ".join("".join(page.text_in("main")).split())
+    expected = f"the difference runs from {min(points):+.1f} to {max(points):+.1f} points"
+    assert expected in text or "One text gives no interval" in text
+    assert len(page.all("img")) == 2
