@@ -64,9 +64,11 @@ def who_leads_title(texts: pd.DataFrame, measure: str, what: str) -> str:
     if best.empty:
         return f"{what.capitalize()}, by policy"
     small, large = best.iloc[0], best.iloc[-1]
+    between = [name for name in best["best"].unique() if name not in (small["best"], large["best"])]
     if best["best"].nunique() == 1:
         return f"{what.capitalize()}: {small['best']} at every budget"
-    return f"{what.capitalize()}: {small['best']} at budget {small['budget']:,}, {large['best']} at {large['budget']:,}"
+    ends = f"{small['best']} at budget {small['budget']:,}, {large['best']} at {large['budget']:,}"
+    return f"{what.capitalize()}: {ends}" + (f" ({' and '.join(between)} between)" if between else "")
 
 
 def against(texts: pd.DataFrame, control: str, measure: str = "share_kept", score: str = "sum") -> str:

@@ -135,6 +135,9 @@ def test_a_title_names_one_leader_at_all_budgets_or_the_two_at_the_ends() -> Non
     assert who_leads_title(pd.concat([first, same]), "share_kept", "most mass") == "Most mass: mean at every budget"
     ends = who_leads_title(pd.concat([first, other]), "share_kept", "most mass")
     assert ends == "Most mass: mean at budget 8, sum at 16"
+    again = first.assign(budget=32)
+    three = who_leads_title(pd.concat([first, other, again]), "share_kept", "most mass")
+    assert three == "Most mass: mean at budget 8, mean at 32 (sum between)"
     assert who_leads_title(made_up({"sum": [0.2]}), "share_kept", "most mass") == "Most mass, by policy"
 
 
