@@ -74,6 +74,15 @@ def test_the_fraction_of_the_way_is_that_of_the_means_over_texts(judged: pd.Data
         assert found[policy, "head-shared", "one-shot", budget] == pytest.approx(way)
 
 
+def test_the_oracles_rank_by_the_continuations_mass_and_random_seeds_differ(judged: pd.DataFrame) -> None:
+    one_shot = judged[judged["start"] == "one-shot"]
+    for _, rows in one_shot.groupby(["text", "selection", "budget"]):
+        assert rows["share_kept"].max() == rows[rows["policy"] == "oracle"]["share_kept"].item()
+    for _, rows in one_shot[one_shot["policy"] == "random"].groupby(["text", "budget"]):
+        assert list(rows["seed"]) == [0, 1, 2]
+        assert rows["share_kept"].nunique() == 3
+
+
 def test_means_and_paired_differences_are_those_of_plain_loops(judged: pd.DataFrame) -> None:
     texts = by_text(judged)
 

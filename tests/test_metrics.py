@@ -65,9 +65,10 @@ def test_output_error_equals_eager_attention_with_the_evicted_masked(
 ) -> None:
     query, key, value = queries_keys_values(layer, hidden_states)
     rng = np.random.default_rng(0)
+    score, by_head = rng.random(PROMPT), rng.random((layer.n_heads, PROMPT))
     kept = [
-        kept_tokens(rng.random(PROMPT), 2, 5, 8),
-        kept_tokens(rng.random((layer.n_heads, PROMPT)), 2, 5, 3),
+        *(kept_tokens(score, 2, 5, budget) for budget in (3, 8, 20)),  # nested, as of one score
+        *(kept_tokens(by_head, 2, 5, budget) for budget in (3, 8)),
         kept_tokens(rng.random((len(key), PROMPT)), 0, 0, 20),
         np.zeros(PROMPT, dtype=bool),
     ]
