@@ -142,7 +142,7 @@ def _report_parameters(words: dict[str, str]) -> tuple[Parameters, list[str]]:
     for name in words:
         if name not in names:
             raise InputError(f"Unknown parameter '{name}'.{did_you_mean(name, names)} Parameters: {', '.join(names)}.")
-    numbers = words.pop("notebooks", DEFAULT_NOTEBOOKS).split(",")
+    numbers = [number.strip() for number in words.pop("notebooks", DEFAULT_NOTEBOOKS).split(",")]
     for number in numbers:
         if number not in NOTEBOOKS:
             raise InputError(f"There is no notebook '{number}': notebooks takes some of {','.join(NOTEBOOKS)}.")

@@ -28,6 +28,7 @@ MEASURES = {
     "error_before": "output error before o_proj",
     "error_after": "output error after o_proj",
 }
+Form = tuple[str, str, str]  # a policy, its selection and its start
 KEYS = ["policy", "selection", "start", "budget"]
 
 
@@ -60,11 +61,14 @@ def check_comparison(parameters: Parameters) -> None:
         raise InputError("Policies are judged by queries after the prompt: set continuation to at least 1.")
     middle = middle_tokens(parameters.seq_len, parameters.n_sink, parameters.n_recent)
     size = middle.stop - middle.start
-    if size < 2 or max(curve_budgets(parameters)) >= size:
+    largest = max(curve_budgets(parameters))
+    if size < 2 or largest >= size:
+        remedy = "raise seq_len, or lower n_sink or n_recent"
+        if parameters.budgets and size > min(parameters.budgets):
+            remedy = f"raise seq_len, or take budgets below {size}"
         raise InputError(
             f"Between {parameters.n_sink} sinks and {parameters.n_recent} recents of seq_len {parameters.seq_len} lie "
-            f"{size} tokens, and a budget of {max(curve_budgets(parameters))} keeps them all: raise seq_len, or lower "
-            "budgets."
+            f"{size} {'token' if size == 1 else 'tokens'}, and a budget of {largest} keeps them all: {remedy}."
         )
 
 
@@ -91,11 +95,14 @@ def compare(
     return pd.DataFrame(rows, columns=[*KEYS[:3], "seed", "budget", "kept", *MEASURES])
 
 
-def heaviest_of_middle(captured: Captured, parameters: Parameters) -> float:
-    """Share of the held-out mass on prompt tokens that one token of the middle has: an attractor beyond the sinks."""
+def heaviest_of_middle(captured: Captured, parameters: Parameters) -> tuple[int, float]:
+    """Of the middle's heaviest token by held-out mass: how many of the middle come after it, and its share of the mass.
+
+    The mass is all that the continuation's queries give to the prompt; a large share is an attractor beyond the sinks.
+    """
     mass = SCORES["sum"]({"mass": captured["mass_continuation"]})
-    middle = middle_tokens(len(mass), parameters.n_sink, parameters.n_recent)
-    return float(mass[middle].max() / mass.sum())
+    middle = mass[middle_tokens(len(mass), parameters.n_sink, parameters.n_recent)]
+    return int(len(middle) - 1 - middle.argmax()), float(middle.max() / mass.sum())
 
 
 def _cases(
@@ -146,18 +153,21 @@ def over_texts(texts: pd.DataFrame, measure: str) -> pd.DataFrame:
 def of_the_way(texts: pd.DataFrame, measure: str) -> pd.DataFrame:
     """As :func:`over_texts`, for how far from random (0) to the mass oracle (1) each policy gets.
 
-    The scale's ends at a budget are the head-shared ``random`` (mean of its seeds) and mass ``oracle``.
+    The scale's ends at a budget are the head-shared ``random`` (mean of its seeds) and mass ``oracle``, and no rows of
+    the result.
     """
+    sign = -1 if measure.startswith("error") else 1  # more is better
     ends = texts[(texts["selection"] == "head-shared") & (texts["start"] == "one-shot")]
     rows = []
-    for keys, group in texts.groupby(KEYS, sort=False):
+    for keys, group in texts[~texts["policy"].isin(["random", "oracle"])].groupby(KEYS, sort=False):
         at_budget = ends[ends["budget"] == keys[-1]]
-        random, oracle = (_values(at_budget[at_budget["policy"] == end], measure) for end in ("random", "oracle"))
-        rows.append([*keys, *fraction_of_the_way(_values(group, measure), random, oracle)])
+        random, oracle = (at_budget[at_budget["policy"] == end] for end in ("random", "oracle"))
+        ours, low, high = (sign * _values(part, measure) for part in (group, random, oracle))
+        rows.append([*keys, *fraction_of_the_way(ours, low, high)])
     return pd.DataFrame(rows, columns=[*KEYS, "mean", "low", "high"])
 
 
-def paired(texts: pd.DataFrame, measure: str, ours: tuple[str, str, str], theirs: tuple[str, str, str]) -> pd.DataFrame:
+def paired(texts: pd.DataFrame, measure: str, ours: Form, theirs: Form) -> pd.DataFrame:
     """Paired difference over texts, ours − theirs, by budget: columns budget, mean, low, high (95 % bootstrap).
 
     Each of the two is named by policy, selection and start.
@@ -185,6 +195,6 @@ def _values(rows: pd.DataFrame, measure: str) -> npt.NDArray[np.float64]:
     return rows.sort_values("text")[measure].to_numpy()
 
 
-def shared_one_shot(policy: str) -> tuple[str, str, str]:
+def shared_one_shot(policy: str) -> Form:
     """The name of a policy's plain form in :func:`paired`."""
     return policy, "head-shared", "one-shot"

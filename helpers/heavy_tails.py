@@ -87,14 +87,21 @@ def shown(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(columns)
 
 
-def beyond_random(table: pd.DataFrame, name: str) -> str:
-    """Which statistics of input ``name`` lie outside the band of random weights."""
+def beyond_random(table: pd.DataFrame, name: str, n_seeds: int) -> str:
+    """Which statistics of input ``name`` lie outside the band of random weights, and how many would by chance.
+
+    Of n + 1 draws that are alike, each is as likely to be the smallest or the largest: a further seed lies outside the
+    band of n with probability 2 / (n + 1).
+    """
     rows = table[(table["input"] == name) & table["value"].notna() & table["random_low"].notna()]
     outside = rows[(rows["value"] < rows["random_low"]) | (rows["value"] > rows["random_high"])]
     if outside.empty:
-        return f"On {name}, none of the {len(rows)} figures lies outside what random weights give."
+        return f"On {name}, none of the {len(rows)} figures lies outside what {n_seeds} seeds of random weights give."
     listed = ", ".join(STATISTICS[statistic] for statistic in outside["statistic"])
-    return f"On {name}, {len(outside)} of {len(rows)} figures lie outside what random weights give: {listed}."
+    return (
+        f"On {name}, {len(outside)} of {len(rows)} figures lie outside what {n_seeds} seeds of random weights give: "
+        f"{listed}. By chance alone, {len(rows) * 2 / (n_seeds + 1):.1f} would (those of one more seed)."
+    )
 
 
 def _number(value: float | None) -> str:

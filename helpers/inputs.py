@@ -78,8 +78,8 @@ def prepare_input(parameters: Parameters, ckpt: Checkpoint, dtype: torch.dtype, 
 def prepare_inputs(parameters: Parameters, ckpt: Checkpoint, dtype: torch.dtype, device: str) -> list[LayerInput]:
     """Make up to ``n_texts`` inputs of ``seq_len + continuation`` tokens: one window a document, or draws.
 
-    The first is that of :func:`prepare_input`. Documents that are too short are left out; the layers below run once
-    for all. Draw number i has the seed ``seed + i``.
+    The first is that of :func:`prepare_input`. Documents that are too short, or begin as one before, are left out; the
+    layers below run once for all. Draw number i has the seed ``seed + i``.
 
     Raises:
         InputError: everything :func:`check_input` refuses.
@@ -92,9 +92,13 @@ def prepare_inputs(parameters: Parameters, ckpt: Checkpoint, dtype: torch.dtype,
     n_tokens = parameters.seq_len + parameters.continuation
     tokenizer = load_tokenizer(ckpt.folder)
     found: list[tuple[str, str, Tokens]] = []
+    seen = {tuple(first.tokens.ids)}
     for name, text in read_texts(parameters.text)[1:]:
+        if len(seen) == parameters.n_texts:
+            break
         tokens = first_tokens(tokenizer, text, n_tokens)
-        if len(tokens.ids) == n_tokens and len(found) + 1 < parameters.n_texts:
+        if len(tokens.ids) == n_tokens and tuple(tokens.ids) not in seen:
+            seen.add(tuple(tokens.ids))
             found.append((name, text, tokens))
     hidden_states = text_hidden_states(ckpt, parameters.layer, [tokens.ids for *_, tokens in found], dtype, device)
     return [first] + [
@@ -181,7 +185,7 @@ def read_texts(source: str, at_most: int | None = None) -> list[tuple[str, str]]
     files come in the order of their names.
 
     Raises:
-        InputError: no such file, no .txt file in the folder, a file that isn't UTF-8, or an empty one.
+        InputError: no such file, no .txt file in the folder, a file that isn't UTF-8, or the first one is empty.
     """
     if source == "builtin":
         topics: dict[str, str] = pydoc_data.topics.topics
@@ -192,8 +196,12 @@ def read_texts(source: str, at_most: int | None = None) -> list[tuple[str, str]]
         files = sorted(file for file in path.glob("*.txt") if file.is_file())
         if not files:
             raise InputError(f"The folder '{source}' holds no .txt file: name a text file, or text=builtin.")
-        return [_read_file(locate(str(file)), file.name) for file in files[:at_most]]
-    return [_read_file(path, source)]
+        found = [_read_file(locate(str(file)), f"{source}/{file.name}") for file in files[:at_most]]
+        _refuse_empty(found[0][1], f"{source}/{files[0].name}")
+        return found
+    name, text = _read_file(path, source)
+    _refuse_empty(text, source)
+    return [(name, text)]
 
 
 def _read_file(path: Path, source: str) -> tuple[str, str]:
@@ -203,10 +211,15 @@ def _read_file(path: Path, source: str) -> tuple[str, str]:
     try:
         text = path.read_bytes().decode("utf-8")  # line ends as they are: tokens depend on them
     except UnicodeDecodeError as error:
-        raise InputError(f"Text file '{source}' is not UTF-8 ({error.reason} at byte {error.start}).") from None
+        raise InputError(
+            f"Text file '{source}' is not UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8."
+        ) from None
+    return portable(path), text
+
+
+def _refuse_empty(text: str, source: str) -> None:
     if not text.strip():
         raise InputError(f"Text file '{source}' is empty: name one with text in it, or text=builtin.")
-    return portable(path), text
 
 
 def text_hidden_states(

@@ -19,6 +19,8 @@ from helpers.products import ONE_AT_A_TIME, Float32Products, exact_products_of
 BLOCK_BYTES = 2**28  # probabilities held at once
 SMALLEST = 1e-25  # of a kept share in float32: below, its parts run out of numbers
 RESAMPLES = 10_000
+# documents: of normal values, a percentile interval holds the mean in 75 % of cases with 3, 85 % with 5, 89 % with 8
+FEWEST = 8
 
 
 def share_of_kept_mass(mass_continuation: torch.Tensor, kept: Kept) -> tuple[float, float]:
@@ -147,7 +149,7 @@ def cache_bytes(layer: AttentionLayer, n_tokens: int) -> dict[str, int]:
 def mean_interval(values: npt.NDArray[np.float64], seed: int = 0) -> tuple[float, float, float]:
     """Mean of one value a document, and its 95 % interval: percentile bootstrap over documents (Efron 1979).
 
-    For a paired comparison, ``values`` are differences. The interval of fewer than two documents is NaN.
+    For a paired comparison, ``values`` are differences. Fewer than ``FEWEST`` documents have no interval (NaN).
     """
     return float(np.mean(values)), *_middle_95(_resampled_mean(values, seed))
 
@@ -157,22 +159,23 @@ def fraction_of_the_way(
 ) -> tuple[float, float, float]:
     """Where a policy's mean lies between that of ``random`` (0) and of the mass ``oracle`` (1), with a 95 % interval.
 
-    (mean of values − mean of random) ÷ (mean of oracle − mean of random), one value a document and array; the bootstrap
-    draws documents. It may lie outside 0 … 1: nothing is cut. All NaN where these documents don't tell the ends apart:
-    then there is no scale.
+    (mean of values − mean of random) ÷ (mean of oracle − mean of random), one value a document and array, more is
+    better; the bootstrap draws documents. It may lie outside 0 … 1: nothing is cut. All NaN where these documents
+    don't show that the oracle is better than random: then there is no scale.
     """
     span = _resampled_mean(oracle - random, seed)
-    low, high = _middle_95(span)
-    whole = float(np.mean(oracle - random))
-    if whole == 0 or low <= 0 <= high:
+    if not _middle_95(span)[0] > 0:  # NaN of few documents, too
         return float("nan"), float("nan"), float("nan")
-    return float(np.mean(values - random)) / whole, *_middle_95(_resampled_mean(values - random, seed) / span)
+    way = _resampled_mean(values - random, seed) / span
+    return float(np.mean(values - random) / np.mean(oracle - random)), *_middle_95(way)
 
 
 def _resampled_mean(values: npt.NDArray[np.float64], seed: int) -> npt.NDArray[np.float64]:
     """Means of as many documents drawn with replacement, ``RESAMPLES`` times; the same draws for one seed."""
+    if len(values) < FEWEST:
+        return np.full(RESAMPLES, np.nan)
     drawn = np.random.default_rng(seed).integers(0, len(values), size=(RESAMPLES, len(values)))
-    means: npt.NDArray[np.float64] = values[drawn].mean(axis=1) if len(values) > 1 else np.full(RESAMPLES, np.nan)
+    means: npt.NDArray[np.float64] = values[drawn].mean(axis=1)
     return means
 
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from helpers.errors import InputError
-from helpers.products import exact_products_of
+from helpers.products import exact_products_of, one_thread_for
 from helpers.scores import uniform_causal_null
 
 ONLINE_SCORES = ("sum", "mean", "calibrated")
@@ -140,10 +140,11 @@ def online_eviction(
         keys = last_first[:, n_tokens - end :].transpose(1, 2)
         with exact_products_of(query.dtype):
             block = (query[:, start:end].float() @ keys).mul_(scale).cpu()
-        for step in range(start, end):
-            logits = block[:, step - start, end - 1 - step :].double()
-            for n_groups, held in caches.items():
-                held.observe(step, logits.view(n_groups, -1, step + 1))
-                held.evict(step, n_sink, n_recent)
+        with one_thread_for(len(budgets) * n_tokens * sum(n * len(held.scores) for n, held in caches.items())):
+            for step in range(start, end):
+                logits = block[:, step - start, end - 1 - step :].double()
+                for n_groups, held in caches.items():
+                    held.observe(step, logits.view(n_groups, -1, step + 1))
+                    held.evict(step, n_sink, n_recent)
     rank = np.argsort(np.argsort(budgets, kind="stable"))
     return {(score, n): caches[n].of(score)[rank] for score, n in choices}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from helpers.checkpoint import Checkpoint
 from helpers.comparison import check_comparison
 from helpers.errors import InputError
-from helpers.inputs import check_input
+from helpers.inputs import check_input, read_texts
 from helpers.layer import check_attention
 from helpers.memory import check_capture_fits
 from helpers.parameters import Parameters
@@ -32,6 +32,7 @@ def _run_locked(run: Run, parameters: Parameters, notebooks: list[str]) -> None:
         check(parameters)
         if NOTEBOOKS["04"] in notebooks:
             check_comparison(parameters)
+            read_texts(parameters.text)
         for notebook in notebooks:
             if notebook in NEEDS and MADE_BY[NEEDS[notebook]] not in notebooks:
                 run.check_needs(parameters, notebook)

@@ -6,6 +6,7 @@ import base64
 import json
 import logging
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from helpers.parameters import Parameters
 from helpers.paths import NOTEBOOKS, project_root, scrub
 from helpers.runs import MANIFEST, REPORT, Run
 from helpers.summary import comparison, explained, headline
-from helpers.verdict import against, who_leads
+from helpers.verdict import verdicts, who_leads
 
 TEMPLATES = Path(__file__).with_name("report")
 INDEX_PAGE = "index.html"
@@ -81,8 +82,9 @@ def execute(parameters: Parameters, values: dict[str, Any], notebook: str) -> nb
         except KeyboardInterrupt:
             logging.getLogger("papermill").disabled = True  # that its kernel died is no news
             while not execution.done():  # the kernel may be about to start only now
-                _end_kernels()
-                wait([execution], timeout=0.2)
+                with suppress(KeyboardInterrupt):  # a second one would leave the rest of the notebook to run on
+                    _end_kernels()
+                    wait([execution], timeout=0.2)
             raise
     scrubbed: nbformat.NotebookNode = nbformat.from_dict(_scrub_texts(executed, parameters.paths()))
     return scrubbed
@@ -140,7 +142,7 @@ def write_index(run: Run) -> None:
     written = run.manifest["artefacts"]
     if "policies.csv" in written:
         texts = by_text(pd.read_csv(run.folder / "policies.csv"))
-        sentences = (against(texts, "recency"), who_leads(texts, "share_kept", "keeping held-out mass"))
+        sentences = [*verdicts(texts, "share_kept"), who_leads(texts, "share_kept", "keeping held-out mass")]
         verdict = {
             "sentences": [markdown2html(sentence) for sentence in sentences],
             "picture": _picture(run, "policies_share_kept"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pandas as pd
 
-from helpers.comparison import over_texts, paired, shared_one_shot
+from helpers.comparison import Form, over_texts, paired, shared_one_shot
 from helpers.layer import AttentionLayer
-from helpers.metrics import cache_bytes
+from helpers.metrics import FEWEST, cache_bytes
 from helpers.parameters import Parameters
 from helpers.scores import SCORES
 
@@ -47,7 +49,7 @@ def who_leads(texts: pd.DataFrame, measure: str, what: str) -> str:
     """Which score is best at ``what``, budget by budget, and whether its lead is more than these texts' chance."""
     found = leaders(texts, measure)
     if found.empty:
-        return "There is one score only: none leads."
+        return "Fewer than two scores were compared: none leads."
     parts = []
     for row in found.itertuples():
         lead = f"{100 * row.mean:+.2f} points"
@@ -59,40 +61,52 @@ def who_leads(texts: pd.DataFrame, measure: str, what: str) -> str:
 
 
 def who_leads_title(texts: pd.DataFrame, measure: str, what: str) -> str:
-    """The title of a measure's figure: the score that is best at every budget, or at the smallest and the largest."""
+    """The title of a measure's figure: which scores clearly lead, at how many budgets."""
     best = leaders(texts, measure)
-    if best.empty:
-        return f"{what.capitalize()}, by policy"
-    small, large = best.iloc[0], best.iloc[-1]
-    between = [name for name in best["best"].unique() if name not in (small["best"], large["best"])]
-    if best["best"].nunique() == 1:
-        return f"{what.capitalize()}: {small['best']} at every budget"
-    ends = f"{small['best']} at budget {small['budget']:,}, {large['best']} at {large['budget']:,}"
-    return f"{what.capitalize()}: {ends}" + (f" ({' and '.join(between)} between)" if between else "")
+    clear = Counter(row.best for row in best.itertuples() if _differs(row.low, row.high)).most_common()
+    if not clear:
+        return f"{what}: no score clearly leads"
+    if clear[0][1] == len(best):
+        return f"{what}: {clear[0][0]} at every budget"
+    counts = ", ".join(f"{name} at {n}" for name, n in clear)
+    return f"{what}: {counts} of {len(best)} budgets"
 
 
-def against(texts: pd.DataFrame, control: str, measure: str = "share_kept", score: str = "sum") -> str:
-    """Whether ``score`` does better than a control by a measure, at how many budgets, with paired intervals."""
-    name = "H2O (`sum`)" if score == "sum" else f"`{score}`"
-    what = "output error" if measure.startswith("error") else "held-out mass"
-    if score not in set(texts["policy"]) or control not in set(texts["policy"]):
-        return f"{name} and {control} weren't both compared."
-    found = paired(texts, measure, shared_one_shot(score), shared_one_shot(control))
-    if found["low"].isna().any():
-        return f"One text gives no interval: it can't be said whether {name} beats {control} by {what}."
+def verdicts(texts: pd.DataFrame, measure: str) -> list[str]:
+    """A sentence each: H2O as the demo has it against recency, the null and chance; the paper's form; the oracle."""
+    if "sum" not in set(texts["policy"]):
+        return ["H2O (`sum`) wasn't among the compared policies."]
+    if texts["text"].nunique() < FEWEST:
+        return [f"Fewer than {FEWEST} texts give no interval: whether H2O (`sum`) beats anything can't be said."]
+    controls = {"recency": "recency", "earliest": "the null (`earliest`)", "random": "chance (`random`)"}
+    compared = [name for name in controls if name in set(texts["policy"])]
+    ours = shared_one_shot("sum")
+    found = [against(texts, "H2O (`sum`)", ours, controls[name], shared_one_shot(name), measure) for name in compared]
+    if "recency" in compared:
+        paper = ("sum", "per-head", "first-token")
+        name = "H2O as in its paper (`sum` per head, online)"
+        found.append(against(texts, name, paper, "recency", shared_one_shot("recency"), measure))
+    gap = 100 * paired(texts, measure, ours, shared_one_shot("oracle"))["mean"].abs()
+    found.append(f"From the mass oracle, H2O (`sum`) is {gap.min():.1f} to {gap.max():.1f} points away.")
+    return found
+
+
+def against(texts: pd.DataFrame, name: str, ours: Form, other: str, theirs: Form, measure: str = "share_kept") -> str:
+    """Whether one form of a policy does better than another by a measure, and at how many budgets (95 % intervals)."""
+    found = paired(texts, measure, ours, theirs)
+    error = measure.startswith("error")
     above, below = int((found["low"] > 0).sum()), int((found["high"] < 0).sum())
-    better, worse = (below, above) if measure.startswith("error") else (above, below)
+    better, worse = (below, above) if error else (above, below)
+    differences = 100 * found["mean"]
+    spread = f"the difference runs from {differences.min():+.1f} to {differences.max():+.1f} points"
+    by = f"By {'output error' if error else 'held-out mass'}, {name}"
     if better == len(found):
-        verdict = f"beats {control} at every budget"
-    elif better == 0:
-        verdict = f"does not beat {control} at any budget"
-    else:
-        verdict = f"beats {control} at {better} of {len(found)} budgets only"
-    details = f"{worse} clearly worse, {len(found) - better - worse} with an interval that holds 0; "
-    return (
-        f"By {what}, {name} {verdict} ({details if better < len(found) else ''}the difference runs from "
-        f"{100 * found['mean'].min():+.1f} to {100 * found['mean'].max():+.1f} points)."
+        return f"{by} beats {other} at every budget ({spread})."
+    verdict = (
+        f"beats {other} at {better} of {len(found)} budgets only" if better else f"does not beat {other} at any budget"
     )
+    undecided = len(found) - better - worse
+    return f"{by} {verdict} ({worse} clearly worse, {undecided} with an interval that holds 0; {spread})."
 
 
 def cache_table(layer: AttentionLayer, parameters: Parameters, budgets: list[int]) -> pd.DataFrame:

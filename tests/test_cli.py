@@ -209,6 +209,9 @@ def texts(tmp_path: Path) -> Path:
     (folder / "blank.txt").write_text(" \n\t\n")
     (folder / "latin.txt").write_bytes(b"caf\xe9 au lait")
     (folder / "short.txt").write_text("words|words|words")
+    (folder / "some-bad").mkdir()
+    (folder / "some-bad/a.txt").write_text("|".join(["words"] * 400))
+    (folder / "some-bad/b.txt").write_bytes(b"caf\xe9 au lait")
     return folder
 
 
@@ -260,6 +263,8 @@ def text_checkpoint(mla_checkpoint: Path) -> Path:
         (["input=text", "text=TEXTS/short.txt"], ["short.txt has 3 tokens", "asks for 320"]),
         (["text="], ["text is empty"]),
         (["checkpoint="], ["checkpoint is empty"]),
+        (["notebooks=01, 4"], ["There is no notebook '4'", "01,02,03,04"]),
+        (["input=text", "text=TEXTS/some-bad", "notebooks=01, 04"], ["some-bad/b.txt' is not UTF-8", "save it as"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) and "=" in value[0] else "",
 )

@@ -23,7 +23,15 @@ from torch import nn
 import helpers.memory
 from helpers.checkpoint import INDEX, Checkpoint
 from helpers.errors import InputError
-from helpers.inputs import check_input, input_kind, prepare_input, random_embeddings, read_text, text_hidden_states
+from helpers.inputs import (
+    check_input,
+    input_kind,
+    prepare_input,
+    prepare_inputs,
+    random_embeddings,
+    read_text,
+    text_hidden_states,
+)
 from helpers.kimi_shaped import CONFIG
 from helpers.parameters import Parameters
 from helpers.paths import project_root
@@ -243,6 +251,18 @@ def test_a_text_that_is_not_utf8_is_refused_with_the_place(tmp_path: Path) -> No
     (tmp_path / "latin1.txt").write_bytes("abc größe".encode("latin-1"))
     with pytest.raises(InputError, match=r"latin1\.txt' is not UTF-8 \(invalid .* at byte 6\)"):
         read_text(str(tmp_path / "latin1.txt"))
+
+
+def test_later_files_that_are_empty_short_or_repeated_are_left_out(folder: Path, tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    long = " ".join(WORDS[i] for i in ids_for(60))
+    other = " ".join(WORDS[i] for i in reversed(ids_for(60)))
+    contents = {"a": long, "b": "", "c": "w1 w2", "d": long + " w3", "e": other}
+    for name, content in contents.items():
+        (texts / f"{name}.txt").write_text(content)
+    found = prepare_inputs(parameters(folder, input="text", text=texts), Checkpoint.open(folder), torch.float32, "cpu")
+    assert [given.description.split()[-1] for given in found] == ["a.txt", "e.txt"]
 
 
 # Refusals before anything runs

@@ -18,6 +18,7 @@ from helpers.errors import InputError
 from helpers.inputs import random_embeddings
 from helpers.layer import AttentionLayer, load_attention
 from helpers.metrics import (
+    FEWEST,
     cache_bytes,
     fraction_of_the_way,
     mean_interval,
@@ -149,20 +150,27 @@ def test_bytes_of_the_cache_are_those_of_transformers_cache(layer: AttentionLaye
 
 
 def test_fraction_of_the_way_is_zero_at_random_one_at_the_oracle_and_not_cut() -> None:
-    random, oracle = np.array([0.2, 0.25, 0.3, 0.22]), np.array([0.6, 0.62, 0.7, 0.66])
+    random, oracle = np.array([0.2, 0.25, 0.3, 0.22] * 2), np.array([0.6, 0.62, 0.7, 0.66] * 2)
     assert fraction_of_the_way(random, random, oracle) == (0, 0, 0)
     assert fraction_of_the_way(oracle, random, oracle) == pytest.approx((1, 1, 1))
     # on the line between the ends in every document, whatever is drawn
     assert fraction_of_the_way(random - 0.5 * (oracle - random), random, oracle) == pytest.approx((-0.5, -0.5, -0.5))
-    middle, low, high = fraction_of_the_way(np.array([0.3, 0.5, 0.4, 0.6]), random, oracle)
+    middle, low, high = fraction_of_the_way(np.array([0.3, 0.5, 0.4, 0.6] * 2), random, oracle)
     assert middle == pytest.approx((0.45 - 0.2425) / (0.645 - 0.2425))
     assert low < middle < high
 
 
-def test_ends_that_these_documents_do_not_tell_apart_are_no_scale() -> None:
-    random, oracle = np.array([0.2, 0.3, 0.2, 0.3]), np.array([0.3, 0.2, 0.29, 0.22])
-    assert np.isnan(fraction_of_the_way(oracle, random, oracle)).all()
-    assert np.isnan(fraction_of_the_way(random, random, random)).all()
+@pytest.mark.parametrize(
+    ("random", "oracle"),
+    [
+        ([0.2, 0.3] * 4, [0.3, 0.2] * 4),  # not told apart
+        ([0.2] * 8, [0.2] * 8),
+        ([0.4] * 8, [0.3, 0.2] * 4),  # the oracle is worse
+        ([0.2] * 7, [0.9] * 7),  # too few
+    ],
+)
+def test_an_oracle_that_is_not_shown_to_be_better_is_no_scale(random: list[float], oracle: list[float]) -> None:
+    assert np.isnan(fraction_of_the_way(np.full(len(random), 0.25), np.array(random), np.array(oracle))).all()
 
 
 def test_intervals_cover_the_true_mean_about_as_often_as_they_say() -> None:
@@ -172,11 +180,18 @@ def test_intervals_cover_the_true_mean_about_as_often_as_they_say() -> None:
     assert all(low <= mean <= high for mean, low, high in found)
 
 
-def test_one_document_has_no_interval() -> None:
-    mean, low, high = mean_interval(np.array([0.3]))
-    assert mean == 0.3
+@pytest.mark.parametrize("n", [1, 7])
+def test_few_documents_have_no_interval(n: int) -> None:
+    mean, low, high = mean_interval(np.linspace(0.1, 0.3, n) if n > 1 else np.array([0.2]))
+    assert mean == pytest.approx(0.2)
     assert math.isnan(low)
     assert math.isnan(high)
+
+
+def test_a_percentile_interval_of_the_fewest_documents_covers_as_often_as_is_said() -> None:
+    rng = np.random.default_rng(1)
+    found = [mean_interval(rng.normal(size=FEWEST)) for _ in range(300)]
+    assert 0.83 <= np.mean([low <= 0 <= high for _, low, high in found]) <= 0.95
 
 
 def test_more_than_memory_holds_is_refused_with_numbers(
