@@ -126,7 +126,8 @@ def _cases(
             kept = kept_tokens(score, n_sink, n_recent, budget)
             yield _Case(policy, selection, "one-shot", seed, budget, kept)
     online = [("head-shared", name, 1) for name in names if name in ONLINE_SCORES]
-    online += [("per-head", "sum", n_groups)] * ("sum" in names)
+    if "sum" in names:
+        online.append(("per-head", "sum", n_groups))
     if not online:
         return
     found = online_eviction(
@@ -156,7 +157,7 @@ def of_the_way(texts: pd.DataFrame, measure: str) -> pd.DataFrame:
     The scale's ends at a budget are the head-shared ``random`` (mean of its seeds) and mass ``oracle``, and no rows of
     the result.
     """
-    sign = -1 if measure.startswith("error") else 1  # more is better
+    sign = -1 if is_error(measure) else 1  # more is better
     ends = texts[(texts["selection"] == "head-shared") & (texts["start"] == "one-shot")]
     rows = []
     for keys, group in texts[~texts["policy"].isin(["random", "oracle"])].groupby(KEYS, sort=False):
@@ -188,6 +189,11 @@ def check_oracle(texts: pd.DataFrame) -> None:
     best = shared[(shared["policy"] == "oracle")].set_index(["text", "budget"])["share_kept"]
     beaten = shared["share_kept"].to_numpy() - best.loc[list(zip(shared["text"], shared["budget"], strict=True))]
     assert beaten.max() <= 1e-9, f"a set keeps {beaten.max():.2e} more than the mass oracle"
+
+
+def is_error(measure: str) -> bool:
+    """Whether less of this measure is better, as of an error; of a share, more is."""
+    return measure.startswith("error")
 
 
 def _values(rows: pd.DataFrame, measure: str) -> npt.NDArray[np.float64]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from helpers.errors import InputError
-from helpers.products import exact_products_of, one_thread_for
+from helpers.products import ONE_AT_A_TIME, exact_products_of
 from helpers.scores import uniform_causal_null
 
 ONLINE_SCORES = ("sum", "mean", "calibrated")
 BLOCK_BYTES = 2**28  # logits held at once
+LITTLE_WORK = 2**20  # elements: about a millisecond of one thread
 SMALLEST = 1e-200  # of a cache's share of all exponentials
 
 
@@ -140,7 +142,7 @@ def online_eviction(
         keys = last_first[:, n_tokens - end :].transpose(1, 2)
         with exact_products_of(query.dtype):
             block = (query[:, start:end].float() @ keys).mul_(scale).cpu()
-        with one_thread_for(len(budgets) * n_tokens * sum(n * len(held.scores) for n, held in caches.items())):
+        with _one_thread_for(len(budgets) * n_tokens * sum(n * len(held.scores) for n, held in caches.items())):
             for step in range(start, end):
                 logits = block[:, step - start, end - 1 - step :].double()
                 for n_groups, held in caches.items():
@@ -148,3 +150,19 @@ def online_eviction(
                     held.evict(step, n_sink, n_recent)
     rank = np.argsort(np.argsort(budgets, kind="stable"))
     return {(score, n): caches[n].of(score)[rank] for score, n in choices}
+
+
+@contextmanager
+def _one_thread_for(elements: int) -> Iterator[None]:
+    """Let a loop of steps over so many elements each run in one thread, where that is little work.
+
+    A short step ends sooner than its threads have met, and on a busy machine each meeting waits for the scheduler.
+    """
+    with ONE_AT_A_TIME:
+        before = torch.get_num_threads()
+        if elements < LITTLE_WORK:
+            torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)

@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 NARROW = (torch.bfloat16, torch.float16)
 ONE_AT_A_TIME = threading.RLock()  # held while torch's settings aren't its user's
 ROWS_AT_ONCE = 512  # of a weight made float32: a block that stays in the processor's cache
-LITTLE_WORK = 2**20  # elements: about a millisecond of one thread
 TOKENS_AT_ONCE = 4096  # of an input made float32: long inputs are never held twice
 
 
@@ -48,22 +47,6 @@ def float32_products_in(precision: str) -> Iterator[None]:
 def exact_products_of(dtype: torch.dtype) -> AbstractContextManager[None]:
     """Let float32 products on a CPU be as fast as is exact where every factor is a number of ``dtype``."""
     return float32_products_in("bf16" if dtype == torch.bfloat16 else "ieee")
-
-
-@contextmanager
-def one_thread_for(elements: int) -> Iterator[None]:
-    """Let a loop of steps over so many elements each run in one thread, where that is little work.
-
-    A short step ends sooner than its threads have met, and on a busy machine each meeting waits for the scheduler.
-    """
-    with ONE_AT_A_TIME:
-        before = torch.get_num_threads()
-        if elements < LITTLE_WORK:
-            torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
 
 
 class Float32Products(TorchFunctionMode):

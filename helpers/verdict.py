@@ -6,7 +6,7 @@ from collections import Counter
 
 import pandas as pd
 
-from helpers.comparison import Form, over_texts, paired, shared_one_shot
+from helpers.comparison import Form, is_error, over_texts, paired, shared_one_shot
 from helpers.layer import AttentionLayer
 from helpers.metrics import FEWEST, cache_bytes
 from helpers.parameters import Parameters
@@ -37,7 +37,7 @@ def leaders(texts: pd.DataFrame, measure: str = "share_kept") -> pd.DataFrame:
     plain = means[(means["selection"] == "head-shared") & (means["start"] == "one-shot") & means["policy"].isin(SCORES)]
     rows = []
     for budget, group in plain.groupby("budget"):
-        order = list(group.sort_values("mean", ascending=measure.startswith("error"), kind="stable")["policy"])
+        order = list(group.sort_values("mean", ascending=is_error(measure), kind="stable")["policy"])
         if len(order) < 2:
             continue
         lead = paired(texts, measure, shared_one_shot(order[0]), shared_one_shot(order[1])).set_index("budget")
@@ -86,20 +86,19 @@ def verdicts(texts: pd.DataFrame, measure: str) -> list[str]:
         paper = ("sum", "per-head", "first-token")
         name = "H2O as in its paper (`sum` per head, online)"
         found.append(against(texts, name, paper, "recency", shared_one_shot("recency"), measure))
-    gap = 100 * paired(texts, measure, ours, shared_one_shot("oracle"))["mean"].abs()
-    found.append(f"From the mass oracle, H2O (`sum`) is {gap.min():.1f} to {gap.max():.1f} points away.")
+    gap = 100 * paired(texts, measure, ours, shared_one_shot("oracle"))["mean"]
+    found.append(f"H2O (`sum`) less the mass oracle: from {gap.min():+.1f} to {gap.max():+.1f} points.")
     return found
 
 
 def against(texts: pd.DataFrame, name: str, ours: Form, other: str, theirs: Form, measure: str = "share_kept") -> str:
     """Whether one form of a policy does better than another by a measure, and at how many budgets (95 % intervals)."""
     found = paired(texts, measure, ours, theirs)
-    error = measure.startswith("error")
     above, below = int((found["low"] > 0).sum()), int((found["high"] < 0).sum())
-    better, worse = (below, above) if error else (above, below)
+    better, worse = (below, above) if is_error(measure) else (above, below)
     differences = 100 * found["mean"]
     spread = f"the difference runs from {differences.min():+.1f} to {differences.max():+.1f} points"
-    by = f"By {'output error' if error else 'held-out mass'}, {name}"
+    by = f"By {'output error' if is_error(measure) else 'held-out mass'}, {name}"
     if better == len(found):
         return f"{by} beats {other} at every budget ({spread})."
     verdict = (
@@ -125,6 +124,6 @@ def _differs(low: float, high: float) -> bool:
 
 
 def _percent(mean: float, low: float, high: float) -> str:
-    if pd.isna(mean):  # a scale without length: random and oracle keep the same
+    if pd.isna(mean):  # no scale: the oracle isn't clearly better than random
         return "–"
     return f"{100 * mean:.1f}" if pd.isna(low) else f"{100 * mean:.1f} [{100 * low:.1f}, {100 * high:.1f}]"

@@ -10,6 +10,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import papermill
 import pytest
 import torch
+from nbclient.exceptions import DeadKernelError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -25,6 +27,7 @@ from tokenizers.pre_tokenizers import Split
 from helpers.cli import main
 from helpers.parameters import PRESETS, Parameters
 from helpers.paths import project_root
+from helpers.reports import execute
 from helpers.runs import Run
 
 Q_A = "language_model.model.layers.0.self_attn.q_a_proj.weight"
@@ -403,6 +406,30 @@ def test_chosen_notebooks_run_in_their_order_and_once(
     monkeypatch.setattr(papermill, "execute_notebook", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt()))
     main(["report", *words(checkpoint=mla_checkpoint, notebooks="02,01,02", run_dir=tmp_path / "one")])
     assert list(Run(tmp_path / "one").manifest["steps"]) == [NOTEBOOK, "02_score_tokens", "report"]
+
+
+def test_a_second_interrupt_does_not_leave_the_notebook_running(
+    mla_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """make and its caller both hand on a signal; the second one comes while the first is being dealt with."""
+    ended, attempts = threading.Event(), []
+
+    def end_kernels() -> None:
+        attempts.append(1)
+        if len(attempts) == 1:
+            raise KeyboardInterrupt
+        ended.set()
+
+    def long_notebook(*_: object, **__: object) -> None:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        ended.wait(20)
+        raise DeadKernelError
+
+    monkeypatch.setattr(papermill, "execute_notebook", long_notebook)
+    monkeypatch.setattr("helpers.reports._end_kernels", end_kernels)
+    with pytest.raises(KeyboardInterrupt):
+        execute(Parameters.check({"checkpoint": str(mla_checkpoint)}), {}, "01_capture_attention")
+    assert ended.is_set()
 
 
 # -- folders that are not this run's

@@ -144,7 +144,7 @@ def test_the_verdict_says_when_h2o_does_not_beat_recency() -> None:
     tied = with_papers_form({"sum": [0.2, 0.4] * 4, "recency": [0.4, 0.2] * 4} | others)
     assert "at any budget (0 clearly worse, 1 with an interval that holds 0" in verdicts(tied, "share_kept")[0]
     assert "beats chance (`random`) at every budget" in verdicts(better, "share_kept")[1]
-    assert "H2O (`sum`) is 15.7 to 15.7 points away" in verdicts(better, "share_kept")[-1]
+    assert "less the mass oracle: from -15.7 to -15.7 points" in verdicts(better, "share_kept")[-1]
 
 
 def test_the_papers_own_form_is_judged_apart() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.errors import InputError
-from helpers.online import ONLINE_SCORES, online_eviction
+from helpers.online import LITTLE_WORK, ONLINE_SCORES, _one_thread_for, online_eviction
 from helpers.policies import kept_tokens
 from helpers.scores import uniform_causal_null
 
@@ -103,6 +104,19 @@ def test_attention_so_sharp_that_what_is_left_had_nothing_is_still_a_softmax() -
     q, k = draw(7, 2, 2, 40, sharp=400.0)
     found = online_eviction(q, k, 1.0, 1, 2, [3])["sum", 1][0, 0]
     assert sets(found) == plain_online(q.numpy(), k.numpy(), 1.0, 1, 2, 3, "sum")
+
+
+@pytest.mark.parametrize(("elements", "threads"), [(LITTLE_WORK - 1, 1), (LITTLE_WORK, 2)])
+def test_short_steps_run_in_one_thread_and_the_users_setting_comes_back(elements: int, threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with contextlib.suppress(ZeroDivisionError), _one_thread_for(elements):
+            inside = torch.get_num_threads()
+            raise ZeroDivisionError
+        assert (inside, torch.get_num_threads()) == (threads, 2)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_cache_that_holds_all_evicts_nothing() -> None:
