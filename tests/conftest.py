@@ -30,6 +30,10 @@ if not torch.cuda.is_available():
     # the GPU kernels run in Triton's interpreter, which has to be chosen before anything imports Triton
     os.environ["TRITON_INTERPRET"] = "1"
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # as in a script's background jobs, where the interrupts that tests send would be lost
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 def yarn(factor: float) -> dict[str, object]:
     """Kimi K2.6's YaRN settings with another factor."""
