@@ -4,6 +4,8 @@ A checkpoint is a folder with ``config.json`` and either ``model.safetensors.ind
 ``model.safetensors``. Format: https://huggingface.co/docs/safetensors (8 bytes of little-endian header length, a JSON
 header with dtype, shape and byte offsets a tensor, then the bytes). The reader here, unlike the safetensors library's,
 counts the bytes it reads, and copies them instead of mapping the file, so that resident memory is what was asked for.
+
+A weight is one stored tensor or, where it is packed INT4 (:mod:`helpers.quantization`), three: see :class:`Weight`.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from helpers.errors import InputError, did_you_mean
 from helpers.files import refuse_lfs_pointer
 from helpers.paths import locate, portable
+from helpers.quantization import GROUP, PER_INT32, dequantize_int4, unpack_int4
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -38,6 +41,13 @@ DTYPES = {
 }  # fmt: skip
 # What stands for its own value. Anything else is packed or scaled, and would be plausible garbage if taken as it is.
 PLAIN = ("F64", "F32", "F16", "BF16")
+# What a packed weight is stored as, in this order: the endings behind ``.weight``, and the dtype of each.
+PACKED = {"_packed": "I32", "_scale": "BF16", "_shape": "I32"}
+PACKED_MEMBER = re.compile(r"(.*\.weight)_(packed|scale|shape)")
+# The one kind of packing that can be read: Kimi K2's. With ``actorder`` the inputs would lie in another order.
+PACKING = {
+    "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP, "actorder": None
+}  # fmt: skip
 # Model types whose text model transformers knows under another name: Kimi K2 is DeepSeek-V3's architecture.
 SAME_ARCHITECTURE = {"kimi_k2": "deepseek_v3"}
 MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
@@ -57,6 +67,53 @@ class StoredTensor:
     @property
     def nbytes(self) -> int:
         return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight and the stored tensors it is made of: the one of its name, or the three of :data:`PACKED`."""
+
+    name: str
+    stored: tuple[StoredTensor, ...]
+
+    @property
+    def packed(self) -> bool:
+        return len(self.stored) > 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the numbers that are stored, whatever they are packed into; from headers alone, if there's no fault."""
+        first = self.stored[0].shape
+        return (*first[:-1], first[-1] * PER_INT32) if self.packed else first
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the weight is read in."""
+        return torch.float32 if self.packed else DTYPES[self.stored[0].dtype]
+
+    @property
+    def fault(self) -> str:
+        """Why a packed weight's three tensors can't be one weight, as far as headers tell; or ``""``."""
+        if not self.packed:
+            return ""
+        for entry, dtype in zip(self.stored, PACKED.values(), strict=True):
+            if entry.dtype != dtype:
+                return f"'{entry.name}' is stored as {entry.dtype}, not {dtype}: only packed INT4 can be unpacked."
+        packed, scale, shape = self.stored
+        if len(packed.shape) != 2 or packed.shape[1] * PER_INT32 % GROUP:
+            return (
+                f"'{packed.name}' has shape {list(packed.shape)}, not [outputs, inputs / {PER_INT32}] of inputs in "
+                f"groups of {GROUP}."
+            )
+        expected = [self.shape[0], self.shape[1] // GROUP]
+        if list(scale.shape) != expected:
+            return (
+                f"'{scale.name}' has shape {list(scale.shape)}, not {expected}, one scale for {GROUP} inputs of "
+                f"'{packed.name}'."
+            )
+        if shape.shape != (2,):
+            return f"'{shape.name}' has shape {list(shape.shape)}, not [2]: it must hold outputs and inputs."
+        return ""
 
 
 @dataclass
@@ -89,7 +146,7 @@ class Checkpoint:
                 "one with `make checkpoint-kimi-shaped` or `make checkpoint-smollm2`."
             )
         raw_config = _read_json(folder / "config.json", "a checkpoint needs its config.json")
-        config = _text_config(raw_config, folder.name)
+        config = text_config(raw_config, folder.name)
         checkpoint = cls(folder, raw_config, config, _read_origin(folder / ORIGIN), shard_of={})
         if (folder / INDEX).exists():
             checkpoint.shard_of = _read_index(folder / INDEX)
@@ -125,9 +182,40 @@ class Checkpoint:
         raise InputError(f"{self.name} has decoder layers under several prefixes ({', '.join(map(repr, prefixes))}).")
 
     def layer_names(self, layer: int, part: str = "") -> list[str]:
-        """Names of the stored tensors of one decoder layer, or of its ``part`` such as ``"self_attn."``."""
+        """Names of the weights of one decoder layer, or of its ``part`` such as ``"self_attn."``.
+
+        A packed weight counts as one, under the name that it would have unpacked.
+        """
         start = f"{self.prefix}layers.{layer}.{part}"
-        return [name for name in self.shard_of if name.startswith(start)]
+        names = (self._weight_of(name) for name in self.shard_of if name.startswith(start))
+        return list(dict.fromkeys(names))
+
+    def _weight_of(self, name: str) -> str:
+        """Name of the weight that the stored tensor ``name`` belongs to."""
+        member = PACKED_MEMBER.fullmatch(name)
+        # beside a weight, a scale is another format's: it stays a tensor of its own, which nothing reads
+        return member[1] if member and member[1] not in self.shard_of else name
+
+    def members(self, name: str) -> tuple[str, ...]:
+        """Names of the stored tensors that the weight ``name`` is made of, those that are missing included."""
+        packed = tuple(name + ending for ending in PACKED)
+        stored = any(member in self.shard_of and self._weight_of(member) == name for member in packed)
+        return packed if stored else (name,)
+
+    def weight(self, name: str) -> Weight:
+        """Say which stored tensors the weight ``name`` is made of and where they lie; reads headers only.
+
+        Raises:
+            InputError: a packed weight lacks one of its tensors; or as :meth:`stored`, for any of them.
+        """
+        members = self.members(name)
+        missing = [member for member in members if member not in self.shard_of]
+        if len(members) > 1 and missing:
+            raise InputError(
+                f"'{name}' of {self.name} is packed INT4, but '{missing[0]}' is missing: fetch the index and its "
+                "shards again."
+            )
+        return Weight(name, tuple(self.stored(member) for member in members))
 
     def stored(self, name: str) -> StoredTensor:
         """Say where the tensor ``name`` lies; reads its shard's header the first time.
@@ -147,19 +235,74 @@ class Checkpoint:
         return header[name]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Read one tensor as it is stored, in its stored dtype and shape; only its bytes are read.
+        """Read one weight in its shape; only the bytes of what it is made of are read.
+
+        A plain tensor comes in its stored dtype, a packed weight in float32, which holds its numbers exactly.
 
         Raises:
-            InputError: no such tensor, or one whose stored numbers don't stand for themselves (FP8, packed INT4).
+            InputError: no such tensor; one whose stored numbers don't stand for themselves (FP8); or a packed weight
+                with a part missing or unfit, or without a config that says how it is packed.
         """
-        stored = self.plain(name)
+        if len(self.members(name)) == 1:
+            return self._values(self.plain(name))
+        weight = self.weight(name)
+        self.check_packing(name)
+        if weight.fault:
+            raise InputError(f"A packed weight of {self.name} doesn't fit together, fetch it again: {weight.fault}")
+        packed, scale, shape = weight.stored
+        said = self._values(shape).tolist()
+        if said != list(weight.shape):
+            raise InputError(
+                f"'{shape.name}' of {self.name} says {said}, but '{packed.name}' holds {list(weight.shape)}: they are "
+                "of different downloads, so fetch both again."
+            )
+        return dequantize_int4(unpack_int4(self._values(packed)), self._values(scale))
+
+    def _values(self, stored: StoredTensor) -> torch.Tensor:
         return self._read(stored, stored.start, stored.nbytes).view(DTYPES[stored.dtype]).reshape(stored.shape)
+
+    def check_packing(self, name: str) -> None:
+        """Refuse the packed weight ``name`` unless the config says that it is packed as Kimi K2's experts are.
+
+        Raises:
+            InputError: the config says nothing of it, or something else.
+        """
+        if self._packing_fault:
+            raise InputError(
+                f"'{name}' of {self.name} is packed, and {self._packing_fault}. Only Kimi K2's packing can be read "
+                f"(pack-quantized: symmetric INT4 in groups of {GROUP}): fetch the config.json that belongs to the "
+                "weights, or use a BF16 checkpoint."
+            )
+
+    @cached_property
+    def _packing_fault(self) -> str:
+        """What of the config's ``quantization_config``, the text model's or the whole one's, isn't as in Kimi K2."""
+        text = self.raw_config.get("text_config", self.raw_config)
+        found = text.get("quantization_config") or self.raw_config.get("quantization_config")
+        if not found:
+            return "config.json has no quantization_config that says how"
+        if not isinstance(found, dict):
+            return f"quantization_config in config.json is no object but {type(found).__name__}"
+        if found.get("format") != "pack-quantized":
+            return f"quantization_config in config.json gives format as {found.get('format')!r}, not 'pack-quantized'"
+        groups = found.get("config_groups")
+        if not isinstance(groups, dict) or not groups:
+            return "quantization_config in config.json has no config_groups"
+        for key, group in groups.items():
+            weights = group.get("weights") if isinstance(group, dict) else None
+            if not isinstance(weights, dict):
+                return f"{key} of quantization_config in config.json says nothing of weights"
+            for option, value in PACKING.items():
+                given = weights.get(option)
+                if type(given) is not type(value) or given != value:  # True is 1, but symmetric isn't a number
+                    return f"{key} of quantization_config in config.json gives {option} as {given!r}, not {value!r}"
+        return ""
 
     def rows(self, name: str, ids: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """Read selected rows of a matrix [rows, width] -> [len(ids), width]; each distinct row is read once.
 
         Raises:
-            InputError: as :meth:`tensor`, or an id outside the matrix.
+            InputError: as :meth:`plain`, or an id outside the matrix.
         """
         stored = self.plain(name)
         ids = [int(i) for i in ids]
@@ -224,8 +367,14 @@ class Checkpoint:
         """Like :meth:`stored`, for a tensor whose stored numbers stand for themselves.
 
         Raises:
-            InputError: as :meth:`stored`, or the tensor is quantised.
+            InputError: as :meth:`stored`, or the tensor is quantised or packed.
         """
+        members = self.members(name)
+        if len(members) > 1:
+            raise InputError(
+                f"'{name}' of {self.name} is packed INT4 ('{members[0]}'): it can be read as a whole, but has no rows "
+                "to read one by one. Use a checkpoint that stores it in BF16, F16 or F32."
+            )
         stored = self.stored(name)
         if stored.dtype not in PLAIN:
             raise InputError(
@@ -289,7 +438,7 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _text_config(raw: dict[str, Any], name: str) -> PreTrainedConfig:
+def text_config(raw: dict[str, Any], name: str) -> PreTrainedConfig:
     """Build the transformers config of the text model, whether it stands alone or under ``text_config``.
 
     The stored ``quantization_config`` stays on it as a plain dictionary.

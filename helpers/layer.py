@@ -17,9 +17,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from helpers.checkpoint import DTYPES, PLAIN, Checkpoint, StoredTensor
+from helpers.checkpoint import PLAIN, Checkpoint, StoredTensor, Weight
 from helpers.errors import InputError, did_you_mean
 from helpers.memory import decoder_layer_bytes
+from helpers.quantization import GROUP
 
 # Buffers that old checkpoints store and no module reads: the rotary frequencies follow from the config.
 IGNORED = ("rotary_emb.inv_freq",)
@@ -34,20 +35,20 @@ FUSED_EXPERTS = {
 class LoadReport:
     """What one module takes from a checkpoint. Names, shapes and dtypes were checked both ways before it exists.
 
-    ``sources`` maps each of the module's tensors to the stored tensors it is made of (one, but for fused experts);
-    ``ignored`` are stored tensors of the layer that no module reads.
+    ``sources`` maps each of the module's tensors to the weights it is made of (one, but for fused experts), which are
+    one stored tensor each, or three if packed; ``ignored`` are stored tensors of the layer that no module reads.
     """
 
-    sources: dict[str, list[StoredTensor]]
+    sources: dict[str, list[Weight]]
     ignored: list[StoredTensor]
 
     @property
     def stored(self) -> list[StoredTensor]:
-        return [entry for entries in self.sources.values() for entry in entries]
+        return [entry for weights in self.sources.values() for weight in weights for entry in weight.stored]
 
     @property
     def n_parameters(self) -> int:
-        return sum(math.prod(entry.shape) for entry in self.stored)
+        return sum(math.prod(weight.shape) for weights in self.sources.values() for weight in weights)
 
     @property
     def summary(self) -> str:
@@ -176,7 +177,7 @@ def initializer_range(config: PreTrainedConfig) -> float:
 
 
 def load_decoder_layer(ckpt: Checkpoint, layer: int, dtype: torch.dtype, device: str) -> nn.Module:
-    """Load the whole decoder layer ``layer`` (norms, attention, feed-forward or experts).
+    """Load the whole decoder layer ``layer`` (norms, attention, feed-forward or experts); packed weights are unpacked.
 
     Raises:
         InputError: as :func:`load_attention`.
@@ -301,7 +302,8 @@ def _match(ckpt: Checkpoint, layer: int, part: str, module: nn.Module) -> LoadRe
     """Hold the module's tensors against the checkpoint's, both ways; reads headers only.
 
     Raises:
-        InputError: lists every missing, unexpected, misshapen and quantised tensor, with the nearest name.
+        InputError: lists every missing, unexpected, misshapen and quantised tensor, with the nearest name; or weights
+            are packed in another way than can be read.
     """
     start = f"{ckpt.prefix}layers.{layer}."
     held = {name.removeprefix(start) for name in ckpt.layer_names(layer, part)}
@@ -315,26 +317,37 @@ def _match(ckpt: Checkpoint, layer: int, part: str, module: nn.Module) -> LoadRe
     ignored = {name for name in held if name.endswith(IGNORED)}
     unexpected = held - expected.keys() - ignored
 
-    problems = [f"'{start}{name}' is missing.{did_you_mean(name, unexpected)}" for name in expected if name not in held]
+    members = {name: ckpt.members(start + name) for name in expected}
+    missing = {name: [member for member in members[name] if member not in ckpt.shard_of] for name in expected}
+    problems = [
+        f"'{member}' is missing.{did_you_mean(member.removeprefix(start), unexpected)}"
+        for absent in missing.values()
+        for member in absent
+    ]
     if not problems:
         problems = [f"'{start}{name}' has no place in {type(module).__name__}." for name in sorted(unexpected)]
-    for name in expected.keys() & held:
-        entry = ckpt.stored(start + name)
-        if entry.dtype not in PLAIN:
-            problems.append(f"'{entry.name}' is stored as {entry.dtype}: quantised tensors can't be read.")
-        elif entry.shape != expected[name]:
-            problems.append(f"'{entry.name}' has shape {list(entry.shape)}, not {list(expected[name])}.")
+    weights = {name: ckpt.weight(start + name) for name in expected if not missing[name]}
+    first_packed = next((weight for weight in weights.values() if weight.packed), None)
+    if first_packed:
+        ckpt.check_packing(first_packed.name)  # once: what is wrong with the config is so for every packed weight
+    for name, weight in weights.items():
+        if weight.fault:
+            problems.append(weight.fault)
+        elif not weight.packed and weight.stored[0].dtype not in PLAIN:
+            problems.append(f"'{weight.name}' is stored as {weight.stored[0].dtype}: quantised tensors can't be read.")
+        elif weight.shape != expected[name]:
+            problems.append(f"'{weight.name}' has shape {list(weight.shape)}, not {list(expected[name])}.")
     if problems:
         shown = " ".join(problems[:8]) + (f" And {len(problems) - 8} more." if len(problems) > 8 else "")
         raise InputError(f"Layer {layer} of {ckpt.name} doesn't fit the model that its config describes: {shown}")
     return LoadReport(
-        {name.removeprefix(part): [ckpt.stored(start + source) for source in wanted[name]] for name in targets},
+        {name.removeprefix(part): [weights[source] for source in wanted[name]] for name in targets},
         [ckpt.stored(start + name) for name in sorted(ignored)],
     )
 
 
 def _source_shapes(name: str, target: torch.Tensor, held: Container[str]) -> dict[str, tuple[int, ...]]:
-    """Stored names that one module tensor is made of, in order, with the shape each must have."""
+    """Names of the weights that one module tensor is made of, in order, with the shape each must have."""
     if name in held or name not in FUSED_EXPERTS:
         return {name: tuple(target.shape)}
     n_experts, rows, width = target.shape  # rows of gate and up lie one after the other
@@ -348,15 +361,15 @@ def _load(ckpt: Checkpoint, layer: int, part: str, module: nn.Module, dtype: tor
     report = _match(ckpt, layer, part, module)
     parameters = dict(module.named_parameters())
     state = {}
-    for name, entries in report.sources.items():
+    for name, weights in report.sources.items():
         # a buffer keeps its stored precision: routing biases are float32 in a BF16 model
-        to = dtype if name in parameters else DTYPES[entries[0].dtype]
-        if len(entries) == 1:
-            state[name] = _finite(ckpt, entries[0].name, to).to(device=device, dtype=to)
+        to = dtype if name in parameters else weights[0].dtype
+        if len(weights) == 1:
+            state[name] = _finite(ckpt, weights[0], to).to(device=device, dtype=to)
         else:
             state[name] = torch.empty(module.get_parameter(name).shape, device=device, dtype=to)
-            for slot, entry in zip(state[name].view(len(entries), *entries[0].shape), entries, strict=True):
-                slot.copy_(_finite(ckpt, entry.name, to))
+            for slot, weight in zip(state[name].view(len(weights), *weights[0].shape), weights, strict=True):
+                slot.copy_(_finite(ckpt, weight, to))
     module.load_state_dict(state, assign=True)
     without_numbers = [name for name, buffer in module.named_buffers() if buffer.is_meta]
     if without_numbers:
@@ -365,12 +378,20 @@ def _load(ckpt: Checkpoint, layer: int, part: str, module: nn.Module, dtype: tor
     return report
 
 
-def _finite(ckpt: Checkpoint, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """Read a tensor and refuse what is NaN or infinite, or would be in ``dtype``: it spreads through a softmax row."""
+def _finite(ckpt: Checkpoint, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+    """Read a weight and refuse what is NaN or infinite, or would be in ``dtype``: it spreads through a softmax row."""
+    name = weight.name
     tensor = ckpt.tensor(name)
     low, high = torch.aminmax(tensor)  # NaN comes through; no temporary of the tensor's size
     if not torch.isfinite(torch.stack([low, high])).all():
-        bad = tensor.numel() - int(torch.isfinite(tensor).sum())
+        finite = torch.isfinite(tensor)
+        if weight.packed:  # four bits hold no such value: a scale does, or is so large that 8 times it is infinite
+            groups = int((~finite).unflatten(-1, (-1, GROUP)).any(dim=-1).sum())
+            raise InputError(
+                f"'{weight.stored[1].name}' of {ckpt.name} makes the weights of {groups:,} groups of {GROUP} NaN or "
+                "infinite: fetch its shard again."
+            )
+        bad = tensor.numel() - int(finite.sum())
         raise InputError(f"'{name}' of {ckpt.name} holds {bad:,} NaN or infinite values: fetch its shard again.")
     if max(-low.item(), high.item()) > torch.finfo(dtype).max:
         raise InputError(

@@ -19,6 +19,7 @@ from conftest import llama_config, make_model, mla_config, stored_tensors, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from test_quantization import random_packed, weight_by_hand
 
 from helpers.checkpoint import INDEX, MAX_HEADER_BYTES, SINGLE, Checkpoint
 from helpers.errors import InputError
@@ -27,6 +28,7 @@ from helpers.kimi_shaped import CONFIG
 KEY = "language_model.model.layers.1.self_attn.kv_b_proj.weight"
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 EMBEDDINGS = "model.embed_tokens.weight"
+DOWN = "model.layers.1.mlp.down_proj.weight"  # packed where it is not said otherwise: 6 outputs, 96 inputs
 
 
 def header_of(path: Path) -> tuple[int, dict[str, Any]]:
@@ -289,9 +291,10 @@ def test_bytes_read_are_headers_and_the_tensors_asked_for(folder: Path) -> None:
     assert expected < sum(shard.stat().st_size for shard in folder.glob("*.safetensors")) / 4
 
 
-def test_only_that_tensors_bytes_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted where files are opened, not by the reader itself: all file positions that any read touched."""
-    touched: list[tuple[int, int]] = []
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[tuple[str, int, int]]]:
+    """From the call on, every range that is read of any file: counted where files are opened, not by the reader."""
+    touched: list[tuple[str, int, int]] = []
 
     def watched_open(path: Path, mode: str = "r", **kwargs: Any) -> Any:
         assert mode == "rb"
@@ -310,24 +313,32 @@ def test_only_that_tensors_bytes_are_read(folder: Path, monkeypatch: pytest.Monk
             def read(self, n: int = -1) -> bytes:
                 start = file.tell()
                 data = file.read(n)
-                touched.append((start, file.tell()))
+                touched.append((path.name, start, file.tell()))
                 return data
 
             def readinto(self, buffer: Any) -> int | None:
                 start = file.tell()
                 got = file.readinto(buffer)
-                touched.append((start, file.tell()))
+                touched.append((path.name, start, file.tell()))
                 return got
 
         return Watched()
 
+    def start_watching() -> list[tuple[str, int, int]]:
+        monkeypatch.setattr(Path, "open", watched_open)
+        return touched
+
+    return start_watching
+
+
+def test_only_that_tensors_bytes_are_read(folder: Path, watch: Callable[[], list[tuple[str, int, int]]]) -> None:
     shard = shard_of(folder, QUERY)
     header_bytes, entries = header_of(shard)
     start, end = (header_bytes + offset for offset in entries[QUERY]["data_offsets"])
     checkpoint = Checkpoint.open(folder)
-    monkeypatch.setattr(Path, "open", watched_open)
+    touched = watch()
     checkpoint.tensor(QUERY)
-    assert touched == [(0, 8), (8, header_bytes), (start, end)]
+    assert touched == [(shard.name, *place) for place in ((0, 8), (8, header_bytes), (start, end))]
 
 
 def test_stored_says_where_the_bytes_lie(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -616,3 +627,228 @@ def test_an_unknown_tensor_offers_the_nearest_name(mla_checkpoint: Path) -> None
         checkpoint.tensor(KEY.replace("kv_b_proj", "kv_b_prj"))
     with pytest.raises(InputError, match=r"small-kimi has no tensor 'zzz'\.$"):
         checkpoint.rows("zzz", [0])
+
+
+# Packed INT4
+
+
+def packing(**changes: Any) -> dict[str, Any]:
+    """Kimi K2.6's ``quantization_config``, its options for weights changed."""
+    config = json.loads(CONFIG.read_text())["text_config"]["quantization_config"]
+    config["config_groups"]["group_0"]["weights"] |= changes
+    return config
+
+
+def write_packed(
+    folder: Path, change: Callable[[dict[str, torch.Tensor]], object] = lambda tensors: None, n_shards: int = 0
+) -> Path:
+    """A Llama's folder with the packed weight :data:`DOWN`, its stored tensors changed."""
+    tensors = {QUERY: torch.randn(48, 48), **random_packed(DOWN, 6, 96), "model.norm.weight": torch.ones(48)}
+    change(tensors)
+    write_checkpoint(folder / "packed", llama_config(), tensors, n_shards=n_shards)
+    set_config(folder / "packed", quantization_config=packing())
+    return folder / "packed"
+
+
+def by_hand(n_out: int = 6, n_in: int = 96) -> torch.Tensor:
+    packed, scale, _ = random_packed(DOWN, n_out, n_in).values()
+    return weight_by_hand(packed, scale)
+
+
+@pytest.mark.parametrize("n_shards", [0, 1, 3], ids=["one-file", "one-shard", "a-shard-each"])
+def test_a_packed_weight_is_exactly_what_a_plain_loop_unpacks(tmp_path: Path, n_shards: int) -> None:
+    checkpoint = Checkpoint.open(write_packed(tmp_path, n_shards=n_shards))
+    assert same_bits(checkpoint.tensor(DOWN), by_hand())
+    assert len({entry.shard for entry in checkpoint.weight(DOWN).stored}) == max(n_shards, 1)
+
+
+def test_a_weight_says_what_it_is_made_of(tmp_path: Path) -> None:
+    """From headers: the shape is the weight's own, the places are those of the stored tensors."""
+    folder = write_packed(tmp_path)
+    checkpoint = Checkpoint.open(folder)
+    header_bytes, entries = header_of(folder / SINGLE)
+    weight = checkpoint.weight(DOWN)
+    assert (weight.packed, weight.shape, weight.dtype, weight.fault) == (True, (6, 96), torch.float32, "")
+    assert [entry.name for entry in weight.stored] == [f"{DOWN}_packed", f"{DOWN}_scale", f"{DOWN}_shape"]
+    assert [entry.nbytes for entry in weight.stored] == [6 * 12 * 4, 6 * 3 * 2, 8]
+    for entry in weight.stored:
+        assert [entry.start - header_bytes, entry.end - header_bytes] == entries[entry.name]["data_offsets"]
+    plain = checkpoint.weight(QUERY)
+    assert (plain.packed, plain.shape, plain.dtype, plain.fault) == (False, (48, 48), torch.float32, "")
+    assert plain.stored == (checkpoint.stored(QUERY),)
+    assert checkpoint.bytes_read == header_bytes
+
+
+def test_a_packed_weights_bytes_are_read_and_no_other(
+    tmp_path: Path, watch: Callable[[], list[tuple[str, int, int]]]
+) -> None:
+    folder = write_packed(tmp_path)
+    checkpoint = Checkpoint.open(folder)
+    header_bytes, entries = header_of(folder / SINGLE)
+    touched = watch()
+    checkpoint.tensor(DOWN)
+    parts = [entries[DOWN + ending]["data_offsets"] for ending in ("_packed", "_scale", "_shape")]
+    assert sorted(touched) == sorted((SINGLE, header_bytes + start, header_bytes + end) for start, end in parts)
+    assert checkpoint.bytes_read == header_bytes + 6 * 12 * 4 + 6 * 3 * 2 + 8
+
+
+def test_a_layer_lists_a_packed_weight_once(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(write_packed(tmp_path))
+    assert checkpoint.layer_names(1) == [DOWN]
+    assert checkpoint.layer_names(1, "mlp.") == [DOWN]
+    assert checkpoint.layer_names(0) == [QUERY]
+
+
+def test_a_weight_that_is_there_is_not_packed_whatever_lies_beside_it(tmp_path: Path) -> None:
+    """FP8 checkpoints store a ``weight_scale`` beside the weight: it stays a tensor of its own, and FP8 refused."""
+
+    def fp8(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[f"{DOWN}_packed"], tensors[f"{DOWN}_shape"]
+        tensors[DOWN] = torch.ones(6, 96).to(torch.float8_e4m3fn)
+
+    checkpoint = Checkpoint.open(write_packed(tmp_path, fp8))
+    assert sorted(checkpoint.layer_names(1)) == [DOWN, f"{DOWN}_scale"]
+    with pytest.raises(InputError, match=rf"'{DOWN}' is stored as F8_E4M3, .*BF16"):
+        checkpoint.tensor(DOWN)
+    both = Checkpoint.open(write_packed(tmp_path, lambda tensors: tensors.update({DOWN: torch.ones(2, 3)})))
+    assert torch.equal(both.tensor(DOWN), torch.ones(2, 3))
+    assert len(both.layer_names(1)) == 4
+
+
+@pytest.mark.parametrize("ending", ["_packed", "_scale", "_shape"])
+def test_a_missing_part_of_a_packed_weight_is_named(tmp_path: Path, ending: str) -> None:
+    checkpoint = Checkpoint.open(write_packed(tmp_path, lambda tensors: tensors.pop(DOWN + ending)))
+    assert checkpoint.layer_names(1) == [DOWN]
+    with pytest.raises(InputError, match=rf"'{DOWN}' of packed is packed INT4, but '{DOWN}{ending}' is missing: fetch"):
+        checkpoint.tensor(DOWN)
+
+
+@pytest.mark.parametrize(
+    ("ending", "dtype", "message"),
+    [
+        ("_packed", torch.int64, "is stored as I64, not I32"),
+        ("_packed", torch.uint8, "is stored as U8, not I32"),
+        ("_scale", torch.float32, "is stored as F32, not BF16"),
+        ("_scale", torch.float16, "is stored as F16, not BF16"),
+        ("_shape", torch.int64, "is stored as I64, not I32"),
+    ],
+)
+def test_a_part_of_another_dtype_is_named(tmp_path: Path, ending: str, dtype: torch.dtype, message: str) -> None:
+    """Scales of FP16 have as many bytes as those of BF16."""
+
+    def convert(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[DOWN + ending] = tensors[DOWN + ending].to(dtype)
+
+    checkpoint = Checkpoint.open(write_packed(tmp_path, convert))
+    with pytest.raises(
+        InputError, match=rf"of packed doesn't fit together, .*: '{DOWN}{ending}' {message}: only packed INT4"
+    ):
+        checkpoint.tensor(DOWN)
+
+
+@pytest.mark.parametrize(
+    ("ending", "shape", "message"),
+    [
+        ("_packed", (72,), r"has shape \[72\], not \[outputs, inputs / 8\]"),
+        ("_packed", (2, 3, 12), r"has shape \[2, 3, 12\], not \[outputs, inputs / 8\]"),
+        ("_packed", (12, 6), r"has shape \[12, 6\], not \[outputs, inputs / 8\] of inputs in groups of 32"),
+        ("_scale", (3, 6), r"has shape \[3, 6\], not \[6, 3\], one scale for 32 inputs of '.*weight_packed'"),
+        ("_scale", (18,), r"has shape \[18\], not \[6, 3\]"),
+        ("_scale", (6, 1), r"has shape \[6, 1\], not \[6, 3\]"),
+        ("_shape", (3,), r"has shape \[3\], not \[2\]: it must hold outputs and inputs"),
+        ("_shape", (1, 2), r"has shape \[1, 2\], not \[2\]"),
+    ],
+)
+def test_parts_whose_shapes_do_not_fit_are_named(
+    tmp_path: Path, ending: str, shape: tuple[int, ...], message: str
+) -> None:
+    """From headers: the weight's own bytes aren't touched. One scale a row would broadcast."""
+
+    def reshape(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[DOWN + ending] = torch.ones(shape, dtype=tensors[DOWN + ending].dtype)
+
+    checkpoint = Checkpoint.open(write_packed(tmp_path, reshape))
+    before = checkpoint.bytes_read
+    with pytest.raises(InputError, match=rf"of packed doesn't fit together, .*: '{DOWN}{ending}' {message}"):
+        checkpoint.tensor(DOWN)
+    assert checkpoint.bytes_read == before
+
+
+@pytest.mark.parametrize("said", [[6, 95], [96, 6], [12, 48], [0, 0]])
+def test_a_weight_shape_that_says_something_else_is_refused_with_both(tmp_path: Path, said: list[int]) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{DOWN}_shape"] = torch.tensor(said, dtype=torch.int32)
+
+    expected = f"'{DOWN}_shape' of packed says {said}, but '{DOWN}_packed' holds [6, 96]"
+    with pytest.raises(InputError, match=re.escape(expected)):
+        Checkpoint.open(write_packed(tmp_path, change)).tensor(DOWN)
+
+
+@pytest.mark.parametrize("where", ["text", "top"])
+def test_the_packing_may_be_described_under_text_config_or_at_the_top(tmp_path: Path, where: str) -> None:
+    folder = write_packed(tmp_path)
+    text = json.loads((folder / "config.json").read_text())
+    quantization = text.pop("quantization_config")
+    outer = {"model_type": "kimi_k25", "text_config": text}
+    (outer if where == "top" else text)["quantization_config"] = quantization
+    (folder / "config.json").write_text(json.dumps(outer))
+    assert torch.equal(Checkpoint.open(folder).tensor(DOWN), by_hand())
+    quantization["format"] = "int-quantized"
+    (folder / "config.json").write_text(json.dumps(outer))
+    with pytest.raises(InputError, match="gives format as 'int-quantized', not 'pack-quantized'"):
+        Checkpoint.open(folder).tensor(DOWN)
+
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        (None, "has no quantization_config that says how"),
+        ({}, "has no quantization_config that says how"),
+        ("int4", "quantization_config in config.json is no object but str"),
+        (FP8, "gives format as None, not 'pack-quantized'"),
+        (packing() | {"format": "marlin-24"}, "gives format as 'marlin-24', not 'pack-quantized'"),
+        (packing() | {"config_groups": {}}, "quantization_config in config.json has no config_groups"),
+        (packing() | {"config_groups": [{}]}, "quantization_config in config.json has no config_groups"),
+        (packing() | {"config_groups": {"group_0": {}}}, "group_0 of .* says nothing of weights"),
+        (packing() | {"config_groups": {"group_0": None}}, "group_0 of .* says nothing of weights"),
+        (packing(num_bits=8), "group_0 of .* gives num_bits as 8, not 4"),
+        (packing(num_bits="4"), "group_0 of .* gives num_bits as '4', not 4"),
+        (packing(group_size=128), "group_0 of .* gives group_size as 128, not 32"),
+        (packing(strategy="channel"), "group_0 of .* gives strategy as 'channel', not 'group'"),
+        (packing(symmetric=False), "group_0 of .* gives symmetric as False, not True"),
+        (packing(type="float"), "group_0 of .* gives type as 'float', not 'int'"),
+        (packing(actorder="group"), "group_0 of .* gives actorder as 'group', not None"),
+    ],
+)
+def test_packing_that_the_config_does_not_describe_as_kimis_is_refused(
+    tmp_path: Path, quantization: Any, message: str
+) -> None:
+    """Each of them would unpack into plausible garbage; what isn't packed is read all the same."""
+    folder = write_packed(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = quantization
+    (folder / "config.json").write_text(json.dumps(config))
+    checkpoint = Checkpoint.open(folder)
+    with pytest.raises(InputError, match=rf"'{DOWN}' of packed is packed, and .*{message}\. Only Kimi K2's packing"):
+        checkpoint.tensor(DOWN)
+    assert checkpoint.tensor(QUERY).shape == (48, 48)
+
+
+def test_a_second_group_of_another_packing_is_refused(tmp_path: Path) -> None:
+    """Which tensor belongs to which group isn't read, so all groups must be packed alike."""
+    folder = write_packed(tmp_path)
+    quantization = packing()
+    quantization["config_groups"]["group_1"] = packing(num_bits=8)["config_groups"]["group_0"]
+    set_config(folder, quantization_config=quantization)
+    with pytest.raises(InputError, match=r"group_1 of quantization_config in config\.json gives num_bits as 8, not 4"):
+        Checkpoint.open(folder).tensor(DOWN)
+
+
+def test_rows_of_a_packed_weight_are_refused(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(write_packed(tmp_path))
+    for read in (lambda: checkpoint.rows(DOWN, [0]), lambda: checkpoint.plain(DOWN)):
+        with pytest.raises(InputError, match=rf"'{DOWN}' of packed is packed INT4 \('{DOWN}_packed'\): .*BF16"):
+            read()

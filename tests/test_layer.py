@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from conftest import llama_config, make_model, mla_config, stored_tensors, trace, write_checkpoint, yarn
 from safetensors.torch import load_file
+from test_quantization import random_packed, weight_by_hand
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -41,6 +43,7 @@ from helpers.layer import (
     rotary_embedding,
     skeleton,
 )
+from helpers.memory import decoder_layer_bytes
 from helpers.products import TOKENS_AT_ONCE, Float32Products
 
 N_TOKENS = 80
@@ -625,6 +628,208 @@ def test_a_windowed_layer_below_is_refused_beyond_its_window(tmp_path: Path) -> 
     check_layers_below(Checkpoint.open(folder), 1, 16, torch.float32, free_bytes=10**9)
     with pytest.raises(InputError, match="Layer 0 of windowed sees the last 16 tokens only: lower seq_len"):
         check_layers_below(Checkpoint.open(folder), 1, 17, torch.float32, free_bytes=10**9)
+
+
+# Packed experts
+
+EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
+
+
+def set_packing(folder: Path, quantization: object) -> None:
+    raw = json.loads((folder / "config.json").read_text())
+    raw.get("text_config", raw)["quantization_config"] = quantization
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
+@dataclass(frozen=True)
+class PackedKimi:
+    """A small Kimi with packed experts: what is stored, and transformers' model with what plain loops unpack of it."""
+
+    model: nn.Module
+    tensors: dict[str, torch.Tensor]  # as stored, without ``language_model.``
+
+    def write(
+        self, folder: Path, change: Callable[[dict[str, torch.Tensor]], object] = lambda tensors: None
+    ) -> Checkpoint:
+        tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
+        change(tensors)
+        write_checkpoint(folder / "packed-kimi", self.model.config, tensors, nested=True, n_shards=3)
+        set_packing(folder / "packed-kimi", json.loads(CONFIG.read_text())["text_config"]["quantization_config"])
+        return Checkpoint.open(folder / "packed-kimi")
+
+
+@pytest.fixture(scope="module")
+def packed_kimi() -> PackedKimi:
+    model = make_model(mla_config())
+    tensors: dict[str, torch.Tensor] = {}
+    unpacked: dict[str, torch.Tensor] = {}
+    for seed, (name, tensor) in enumerate(stored_tensors(model).items()):
+        if ".mlp.experts." not in name:
+            tensors[name] = tensor
+            continue
+        triple = random_packed(name, *tensor.shape, seed=seed)
+        tensors |= triple
+        unpacked[name] = weight_by_hand(triple[f"{name}_packed"], triple[f"{name}_scale"])
+    with torch.no_grad():
+        for i, layer in enumerate(model.get_decoder().layers):
+            for j in range(4 if i else 0):  # layer 0 is dense
+                gate, up, down = (
+                    unpacked[f"model.layers.{i}.mlp.experts.{j}.{part}_proj.weight"] for part in ("gate", "up", "down")
+                )
+                layer.mlp.experts.gate_up_proj[j] = torch.cat([gate, up])
+                layer.mlp.experts.down_proj[j] = down
+    assert len(unpacked) == 2 * 4 * 3
+    return PackedKimi(model, tensors)
+
+
+def test_a_decoder_layer_with_packed_experts_equals_transformers_own(tmp_path: Path, packed_kimi: PackedKimi) -> None:
+    """Exactly in every weight, and so in what it computes; layer 0 has nothing packed."""
+    checkpoint = packed_kimi.write(tmp_path)
+    positions = torch.arange(N_TOKENS)[None]
+    rotary = rotary_embedding(checkpoint, "cpu")(torch.zeros(1), positions)
+    for layer, truth in enumerate(trace(packed_kimi.model, token_ids())):
+        module = load_decoder_layer(checkpoint, layer, torch.float32, "cpu")
+        theirs = packed_kimi.model.get_decoder().layers[layer].state_dict()
+        for name, tensor in module.state_dict().items():
+            assert torch.equal(tensor, theirs[name]), name
+        output = module(truth.layer_in, attention_mask=None, position_ids=positions, position_embeddings=rotary)
+        assert relative_error(output, truth.layer_out) < 2e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_packed_experts_are_rounded_once(tmp_path: Path, packed_kimi: PackedKimi, dtype: torch.dtype) -> None:
+    """Four bits times eight take twelve: BF16 holds them only rounded, and a second rounding would show."""
+    experts = load_decoder_layer(packed_kimi.write(tmp_path), 2, dtype, "cpu").mlp.experts
+    theirs = packed_kimi.model.get_decoder().layers[2].mlp.experts
+    for name in ("gate_up_proj", "down_proj"):
+        ours, exact = getattr(experts, name), getattr(theirs, name)
+        assert ours.dtype == dtype
+        assert torch.equal(ours, exact.to(dtype))
+    assert not torch.equal(theirs.down_proj.bfloat16().float(), theirs.down_proj)
+
+
+def test_a_layer_with_packed_experts_reads_its_own_bytes_once(tmp_path: Path, packed_kimi: PackedKimi) -> None:
+    checkpoint = packed_kimi.write(tmp_path)
+    load_decoder_layer(checkpoint, 1, torch.bfloat16, "cpu")
+    expected = 0
+    for path in checkpoint.folder.glob("*.safetensors"):
+        expected += 8 + int.from_bytes(path.read_bytes()[:8], "little")
+        expected += sum(tensor.nbytes for name, tensor in load_file(path).items() if name.startswith(LAYER_1))
+    assert checkpoint.bytes_read == expected
+
+
+def test_the_report_counts_weights_and_lists_what_is_stored(tmp_path: Path) -> None:
+    """Attention may be packed too: parameters are the weight's numbers, bytes those of the three stored tensors."""
+    config = llama_config(hidden_size=64, num_attention_heads=4)
+    name = "model.layers.0.self_attn.v_proj.weight"
+    tensors = {other: tensor for other, tensor in stored_tensors(make_model(config)).items() if other != name}
+    tensors |= random_packed(name, 32, 64)
+    folder = write_checkpoint(tmp_path / "packed-llama", config, tensors, n_shards=2)
+    set_packing(folder, json.loads(CONFIG.read_text())["text_config"]["quantization_config"])
+    layer = load_attention(Checkpoint.open(folder), 0, torch.float32)
+    by_hand = weight_by_hand(tensors[f"{name}_packed"], tensors[f"{name}_scale"])
+    assert torch.equal(layer.module.v_proj.weight, by_hand)
+    own = {other: tensor for other, tensor in tensors.items() if other.startswith("model.layers.0.self_attn.")}
+    n, nbytes = 2 * 64 * 64 + 2 * 32 * 64, sum(tensor.nbytes for tensor in own.values())
+    assert nbytes == 4 * (n - 32 * 64) + 32 * 64 // 2 + 32 * 2 * 2 + 8
+    assert layer.report.n_parameters == n == sum(parameter.numel() for parameter in layer.module.parameters())
+    assert layer.report.summary == f"6 of 6 tensors matched, {n:,} parameters, {nbytes:,} bytes read"
+    table = layer.report.table().set_index("name")
+    assert set(table.index) == set(own)
+    assert table["bytes"].sum() == nbytes
+    assert (table.loc[f"{name}_packed", "dtype"], table.loc[f"{name}_packed", "shape"]) == ("I32", "32×8")
+    assert (table.loc[f"{name}_scale", "dtype"], table.loc[f"{name}_scale", "shape"]) == ("BF16", "32×2")
+    for entry in layer.report.describe():
+        start, end = entry["byte_range"]
+        stored = own[entry["name"]].reshape(-1).view(torch.uint8)
+        assert (folder / entry["shard"]).read_bytes()[start:end] == stored.numpy().tobytes()
+
+
+@pytest.mark.parametrize("ending", ["_packed", "_scale", "_shape"])
+def test_a_missing_part_of_an_expert_is_named_in_its_layer(
+    tmp_path: Path, packed_kimi: PackedKimi, ending: str
+) -> None:
+    checkpoint = packed_kimi.write(tmp_path, lambda tensors: tensors.pop(EXPERT + ending))
+    expected = rf"Layer 1 of packed-kimi doesn't fit .*: 'language_model\.{EXPERT}{ending}' is missing\.$"
+    with pytest.raises(InputError, match=expected):
+        load_decoder_layer(checkpoint, 1, torch.float32, "cpu")
+    load_decoder_layer(checkpoint, 2, torch.float32, "cpu")
+
+
+def test_every_unfit_part_of_an_expert_is_listed_at_once(tmp_path: Path, packed_kimi: PackedKimi) -> None:
+    """Among them a weight that is whole in itself, but too wide for the model."""
+
+    def damage(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{EXPERT}_scale"] = tensors[f"{EXPERT}_scale"].float()
+        tensors |= random_packed(EXPERT.replace("experts.2", "experts.1"), 32, 96)
+        other = EXPERT.replace("experts.2", "experts.0")
+        tensors[f"{other}_scale"] = tensors[f"{other}_scale"][:, :1].contiguous()
+
+    with pytest.raises(InputError) as refusal:
+        load_decoder_layer(packed_kimi.write(tmp_path, damage), 1, torch.float32, "cpu")
+    for words in (
+        "experts.2.up_proj.weight_scale' is stored as F32, not BF16",
+        "experts.1.up_proj.weight' has shape [32, 96], not [32, 64].",
+        "experts.0.up_proj.weight_scale' has shape [32, 1], not [32, 2]",
+    ):
+        assert words in str(refusal.value)
+
+
+def test_an_order_of_inputs_beside_a_packed_expert_has_no_place(tmp_path: Path, packed_kimi: PackedKimi) -> None:
+    """``weight_g_idx`` says that inputs were reordered before they were packed."""
+    order = f"{EXPERT}_g_idx"
+    checkpoint = packed_kimi.write(tmp_path, lambda tensors: tensors.update({order: torch.zeros(64)}))
+    with pytest.raises(InputError, match=rf"{order}' has no place in DeepseekV3DecoderLayer"):
+        load_decoder_layer(checkpoint, 1, torch.float32, "cpu")
+
+
+def test_experts_of_an_unknown_packing_are_refused_once(tmp_path: Path, packed_kimi: PackedKimi) -> None:
+    """Before any is read, not once for each of 1,152 weights; attention, which isn't packed, loads all the same."""
+    folder = packed_kimi.write(tmp_path).folder
+    set_packing(folder, None)
+    checkpoint = Checkpoint.open(folder)
+    refused = r"layers\.1\.mlp\.experts\.0\.gate_proj\.weight' of packed-kimi is packed, and .*says how"
+    for check in (
+        lambda: check_layers_below(checkpoint, 2, 16, torch.float32, free_bytes=10**9),
+        lambda: load_decoder_layer(checkpoint, 1, torch.float32, "cpu"),
+    ):
+        with pytest.raises(InputError, match=refused) as refusal:
+            check()
+        assert str(refusal.value).count("is packed") == 1
+    load_attention(checkpoint, 1)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38])
+def test_a_scale_that_is_no_number_is_named(tmp_path: Path, packed_kimi: PackedKimi, value: float) -> None:
+    """Also where all of its values are 0, or where only the product is infinite: 8 times 3e38 is."""
+
+    def damage(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{EXPERT}_scale"][3, 1] = value
+        tensors[f"{EXPERT}_scale"][5] = value
+
+    expected = rf"'language_model\.{EXPERT}_scale' of packed-kimi makes the weights of 3 groups of 32 NaN or infinite"
+    with pytest.raises(InputError, match=expected):
+        load_decoder_layer(packed_kimi.write(tmp_path, damage), 1, torch.float32, "cpu")
+
+
+def test_a_packed_weight_that_overflows_float16_is_refused(tmp_path: Path, packed_kimi: PackedKimi) -> None:
+    checkpoint = packed_kimi.write(tmp_path, lambda tensors: tensors[f"{EXPERT}_scale"][0, 0].fill_(60_000.0))
+    load_decoder_layer(checkpoint, 1, torch.bfloat16, "cpu")
+    with pytest.raises(InputError, match=rf"'language_model\.{EXPERT}' of packed-kimi holds .* too large for float16"):
+        load_decoder_layer(checkpoint, 1, torch.float16, "cpu")
+
+
+def test_layers_below_need_the_room_of_their_unpacked_weights(tmp_path: Path, packed_kimi: PackedKimi) -> None:
+    """To the byte, and from headers alone."""
+    checkpoint = packed_kimi.write(tmp_path)
+    layers = packed_kimi.model.get_decoder().layers
+    needed = decoder_layer_bytes(layers[1], packed_kimi.model.config, 16, torch.float32)
+    assert needed > 4 * sum(parameter.numel() for parameter in layers[1].parameters())
+    check_layers_below(checkpoint, 2, 16, torch.float32, free_bytes=needed)
+    headers = sum(8 + int.from_bytes(path.read_bytes()[:8], "little") for path in checkpoint.folder.glob("model-*"))
+    assert checkpoint.bytes_read == headers
+    with pytest.raises(InputError, match="layer 1 of packed-kimi takes"):
+        check_layers_below(checkpoint, 2, 16, torch.float32, free_bytes=needed - 1)
 
 
 # Memory
