@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import pydoc_data.topics
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from tqdm import tqdm
 
 from helpers.capture import attention_implementation
 from helpers.checkpoint import Checkpoint
+from helpers.corpus import documents
 from helpers.errors import InputError
 from helpers.layer import (
     check_layers_below,
@@ -181,16 +181,16 @@ def read_text(source: str) -> tuple[str, str]:
 def read_texts(source: str, at_most: int | None = None) -> list[tuple[str, str]]:
     """Return (name, text) of each document of a ``text`` parameter: ``builtin``, a file, or a folder's .txt files.
 
-    ``builtin`` are the topics of the language reference that Python carries (``pydoc_data``), the longest first;
-    files come in the order of their names.
+    ``builtin`` are the documents that Python carries and no model of this project was trained on: topics of the
+    language reference, then sources of modules, the longest first. Files come in the order of their names.
 
     Raises:
         InputError: no such file, no .txt file in the folder, a file that isn't UTF-8, or the first one is empty.
     """
     if source == "builtin":
-        topics: dict[str, str] = pydoc_data.topics.topics
-        longest = sorted(topics, key=lambda name: -len(topics[name]))[:at_most]
-        return [(f"the Python reference's topic '{name}'", topics[name]) for name in longest]
+        held_out = [document for document in documents() if document.held_out]
+        held_out.sort(key=lambda document: (not document.is_topic, -len(document.text)))
+        return [(document.description, document.text) for document in held_out[:at_most]]
     path = locate(source)
     if path.is_dir():
         files = sorted(file for file in path.glob("*.txt") if file.is_file())
