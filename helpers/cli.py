@@ -14,10 +14,16 @@ from typing import NoReturn
 
 from helpers.errors import InputError, NotebookError, did_you_mean
 from helpers.parameters import PRESETS, Parameters
-from helpers.paths import DEFAULT_NOTEBOOKS, NOTEBOOKS, resolve, scrub_message
+from helpers.paths import DEFAULT_NOTEBOOKS, NOTEBOOKS, locate, resolve, scrub_message
 
 KIMI_SHAPED = "checkpoints/kimi-k2.6-shaped"
 SMOLLM2 = "checkpoints/smollm2-135m"
+KIMI_MINI = "checkpoints/kimi-mini"
+TRAIN_WORDS = {
+    "checkpoint": "checkpoints/kimi-mini-own", "state": "checkpoints/kimi-mini-training", "seed": "0",
+    "device": "auto", "plan": "full",
+}  # fmt: skip
+MEASURE_WORDS = {"checkpoint": KIMI_MINI, "device": "auto"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,7 +83,33 @@ def _parser() -> argparse.ArgumentParser:
     )
     smollm2.add_argument("assignments", nargs="*", metavar="name=value", help=argparse.SUPPRESS)
     smollm2.set_defaults(command=_checkpoint_smollm2)
+
+    train = commands.add_parser(
+        "train-kimi-mini", help="train the miniature Kimi anew (an hour or more on two cores)", allow_abbrev=False
+    )
+    train.add_argument("assignments", nargs="*", metavar="name=value", help=_words_help(TRAIN_WORDS))
+    train.set_defaults(command=_train_kimi_mini)
+
+    measure = commands.add_parser(
+        "measure-kimi-mini", help="measure the miniature's stored files on held-out text (minutes)", allow_abbrev=False
+    )
+    measure.add_argument("assignments", nargs="*", metavar="name=value", help=_words_help(MEASURE_WORDS))
+    measure.set_defaults(command=_measure_kimi_mini)
     return parser
+
+
+def _words_help(words: Mapping[str, str]) -> str:
+    return "; ".join(f"{name}={default}" for name, default in words.items())
+
+
+def _words_of(options: argparse.Namespace, defaults: Mapping[str, str]) -> dict[str, str]:
+    words = _assignments(options.assignments)
+    for name in words:
+        if name not in defaults:
+            raise InputError(
+                f"Unknown parameter '{name}'.{did_you_mean(name, defaults)} Parameters: {', '.join(defaults)}."
+            )
+    return {**defaults, **words}
 
 
 def _parameter_help() -> str:
@@ -155,19 +187,18 @@ def _report_parameters(words: dict[str, str]) -> tuple[Parameters, list[str]]:
     return Parameters.parse(preset_words | words), [NOTEBOOKS[number] for number in sorted(set(numbers))]
 
 
+def _whole_number(name: str, value: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,20}", value) or int(value) >= 2**64:
+        raise InputError(f"{name} takes a whole number from 0 to 2**64 - 1, not {value!r}.")
+    return int(value)
+
+
 def _checkpoint_kimi_shaped(options: argparse.Namespace) -> None:
-    words = {"full": "0", "seed": "0"} | _assignments(options.assignments)
-    for name, value in words.items():
-        if name not in ("full", "seed"):
-            raise InputError(
-                f"Unknown parameter '{name}'.{did_you_mean(name, ('full', 'seed'))} Parameters: full, seed."
-            )
-        if not re.fullmatch(r"[0-9]{1,20}", value) or int(value) >= 2**64:
-            raise InputError(f"{name} takes a whole number from 0 to 2**64 - 1, not {value!r}.")
+    words = _words_of(options, {"full": "0", "seed": "0"})
+    full, seed = (_whole_number(name, words[name]) for name in ("full", "seed"))
     from helpers.kimi_shaped import write_kimi_shaped
 
-    folder = resolve(KIMI_SHAPED)
-    write_kimi_shaped(folder, seed=int(words["seed"]), full=words["full"] != "0")
+    write_kimi_shaped(resolve(KIMI_SHAPED), seed=seed, full=full != 0)
     print(f"Wrote {KIMI_SHAPED}: random weights of Kimi K2.6's shapes")
 
 
@@ -178,6 +209,24 @@ def _checkpoint_smollm2(options: argparse.Namespace) -> None:
 
     write_smollm2(resolve(SMOLLM2))
     print(f"Wrote {SMOLLM2}. Try: make report CHECKPOINT={SMOLLM2} INPUT=text")
+
+
+def _train_kimi_mini(options: argparse.Namespace) -> None:
+    words = _words_of(options, TRAIN_WORDS)
+    seed, device = _whole_number("seed", words["seed"]), Parameters.check({"device": words["device"]}).torch_device()
+    from helpers.kimi_mini import train_kimi_mini
+
+    folder, state = resolve(words["checkpoint"]), resolve(words["state"])
+    train_kimi_mini(folder, state, seed=seed, device=device, plan=words["plan"])
+    print("Wrote {0}. Measure it: python -m helpers measure-kimi-mini checkpoint={0}".format(words["checkpoint"]))
+
+
+def _measure_kimi_mini(options: argparse.Namespace) -> None:
+    words = _words_of(options, MEASURE_WORDS)
+    device = Parameters.check({"device": words["device"]}).torch_device()
+    from helpers.kimi_mini import measure_kimi_mini
+
+    print(measure_kimi_mini(locate(words["checkpoint"]), device).text())
 
 
 def _interrupt(*_: object) -> NoReturn:

@@ -31,15 +31,27 @@ def plain(text: str) -> str:
 
 def show_figure(run: Run, name: str, figure: Figure, alt: str) -> None:
     """Save ``figure`` as ``figures/<name>.png`` and ``.svg`` of the run, and show it, ``alt`` in words."""
-    svg, png, small_png = io.BytesIO(), io.BytesIO(), io.BytesIO()
+    svg = io.BytesIO()
     figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
+    write_bytes(run.path(f"figures/{name}.svg"), svg.getvalue())
+    png = png_of(figure)
+    write_bytes(run.path(f"figures/{name}.png"), png)
+    show_image(png, alt)
+
+
+def png_of(figure: Figure) -> bytes:
+    """Draw ``figure`` as a small PNG, the same bytes for the same figure, and close it."""
+    png, small_png = io.BytesIO(), io.BytesIO()
     figure.savefig(png, format="png", metadata={"Software": None})
     plt.close(figure)
     # 256 colours are all that a figure of ours has, at a third of the size: reports are mailed
     PIL.Image.open(png).convert("RGB").quantize(256, dither=PIL.Image.Dither.NONE).save(small_png, "PNG", optimize=True)
-    write_bytes(run.path(f"figures/{name}.svg"), svg.getvalue())
-    write_bytes(run.path(f"figures/{name}.png"), small_png.getvalue())
-    display(Image(small_png.getvalue(), format="png", alt=alt))
+    return small_png.getvalue()
+
+
+def show_image(png: bytes, alt: str) -> None:
+    """Show a picture, ``alt`` in words."""
+    display(Image(png, format="png", alt=alt))
 
 
 def show_table(table: pd.DataFrame, caption: str) -> None:

@@ -255,7 +255,7 @@ def check_parameters(namespace: Mapping[str, Any]) -> Parameters:
     unknown name beside the defaults, where it would be ignored.
     """
     fields = [field.name for field in dataclasses.fields(Parameters)]
-    injected = _names_injected_by_papermill(namespace.get("In", ()))
+    injected = names_injected_by_papermill(namespace.get("In", ()))
     for name in sorted(injected - set(fields)):
         raise InputError(f"Unknown parameter '{name}'.{did_you_mean(name, fields)} Parameters: {', '.join(fields)}.")
     for name, value in namespace.items():
@@ -265,7 +265,8 @@ def check_parameters(namespace: Mapping[str, Any]) -> Parameters:
     return Parameters.check({name: namespace[name] for name in fields if name in namespace})
 
 
-def _names_injected_by_papermill(cells: Any) -> set[str]:
+def names_injected_by_papermill(cells: Any) -> set[str]:
+    """Names that papermill's cell of a notebook's ``In`` sets: what the caller asked for, known or not."""
     names: set[str] = set()
     for source in cells:
         if source.startswith("# Parameters\n"):

@@ -7,6 +7,7 @@ own too, so that a figure can be read in grey.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -73,6 +74,44 @@ def use_style() -> None:
             "svg.fonttype": "none",  # text stays text: small files, and words that can be found
         }
     )
+
+
+def training_curve(losses: pd.DataFrame) -> Figure:
+    """Loss by tokens trained: each step's, smoothed, and the held-out and the copied text's; stages side by side."""
+    figure, axes = plt.subplots()
+    millions = losses["tokens"].cumsum() / 1e6
+    smooth = losses["loss"].groupby(losses["stage"], sort=False).transform(lambda loss: loss.ewm(span=20).mean())
+    axes.plot(millions, losses["loss"], color=GREY, linewidth=0.6, alpha=0.6, rasterized=True)
+    axes.plot(millions, smooth, color=INK, linewidth=1.4, label="training sequences")
+    for column, colour, marker, label in (
+        ("held_out_loss", BLUE, "o", "held-out text"),
+        ("copied_loss", ORANGE, "^", "held-out text, the second time"),
+    ):
+        measured = losses[column].notna()
+        axes.plot(millions[measured], losses[column][measured], color=colour, marker=marker, markersize=4, label=label)
+    for stage, part in millions.groupby(losses["stage"], sort=False):
+        if part.iloc[0] > millions.iloc[0]:
+            axes.axvline(part.iloc[0], color=GREY, linewidth=1, linestyle=":")
+        axes.text(part.mean(), 0.985, str(stage), transform=axes.get_xaxis_transform(), ha="center", va="top")
+    axes.set(xlabel="tokens trained, millions", ylabel="loss, nats a token", title="Loss during training")
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="upper right", bbox_to_anchor=(1, 0.93))
+    return figure
+
+
+def overlap_by_layer(layers: pd.DataFrame, title: str) -> Figure:
+    """Share of each layer's heavy set that the null would keep too, beside what a set drawn at random would share."""
+    figure, axes = plt.subplots()
+    overlap = layers["overlap_with_null"]
+    axes.bar(overlap.index, overlap, width=0.6, color=BLUE, label="heavy set")
+    random: dict[str, Any] = {"color": ORANGE, "markersize": 38, "markeredgewidth": 2, "label": "drawn at random"}
+    axes.plot(layers.index, layers["chance"], "_", **random)
+    axes.axhline(1, color=INK, linestyle="--", linewidth=1.6, label=NULL_LABEL)
+    axes.set(xlabel="layer", ylabel="share that the null would keep", title=title, ylim=(0, 1.08))
+    axes.set_xticks(list(layers.index))
+    axes.grid(visible=False, axis="x")
+    figure.legend(loc="outside lower center", ncols=3)
+    return figure
 
 
 def mass_by_head(mass: np.ndarray, title: str) -> Figure:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib as mpl
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -186,6 +188,16 @@ def llama_checkpoint(tmp_path: Path) -> Path:
     """A small Llama in one file, flat config."""
     model = make_model(llama_config())
     return write_checkpoint(tmp_path / "small-llama", model.config, stored_tensors(model))
+
+
+def check_same_report(ours: Path, sample: Path) -> None:
+    """Scores within 1 %; categories equal but where a score is that near to the cut (BF16 differs by processor)."""
+    assert sorted(path.name for path in ours.rglob("*")) == sorted(path.name for path in sample.rglob("*"))
+    ran, kept = (pd.read_csv(folder / "eviction.csv", keep_default_na=False) for folder in (ours, sample))
+    np.testing.assert_allclose(ran["attention_score"], kept["attention_score"], rtol=0.01)
+    cut = kept.loc[kept["category"] == "heavy", "attention_score"].min()
+    near = (kept["attention_score"] / cut - 1).abs() < 0.02
+    assert (ran["category"] == kept["category"])[~near].all()
 
 
 # What tokens of the small report's text are: markup, quotes, line breaks, and words that pandas takes for no value.

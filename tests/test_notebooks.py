@@ -20,9 +20,12 @@ from traitlets.config import Config
 
 from helpers.errors import InputError
 from helpers.paths import NOTEBOOKS, project_root
+from helpers.quality import held_out_windows
 
+TRAINING = project_root() / "notebooks/00_train_miniature.ipynb"  # parameters of its own, and no part of a report
 FILES = [project_root() / "notebooks" / f"{name}.ipynb" for name in NOTEBOOKS.values()]
 each_notebook = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+each_file = pytest.mark.parametrize("path", [TRAINING, *FILES], ids=lambda path: path.stem)
 
 
 def read(path: Path) -> Any:
@@ -37,11 +40,11 @@ def code_cells(path: Path) -> list[Any]:
 
 
 def test_every_notebook_of_the_folder_is_one_that_the_command_line_runs_in_order() -> None:
-    assert sorted(project_root().glob("notebooks/*.ipynb")) == FILES
+    assert sorted(project_root().glob("notebooks/*.ipynb")) == [TRAINING, *FILES]
     assert all(path.name.startswith(f"{number}_") for number, path in zip(NOTEBOOKS, FILES, strict=True))
 
 
-@each_notebook
+@each_file
 def test_a_notebook_is_valid_and_stripped_of_outputs(path: Path) -> None:
     notebook = read(path)
     nbformat.validate(notebook)
@@ -52,12 +55,12 @@ def test_a_notebook_is_valid_and_stripped_of_outputs(path: Path) -> None:
     assert not any(key in cell.metadata for cell in notebook.cells for key in ("execution", "papermill", "collapsed"))
 
 
-@each_notebook
+@each_file
 def test_a_notebook_asks_for_the_kernel_that_every_environment_has(path: Path) -> None:
     assert read(path).metadata.kernelspec.name == "python3"
 
 
-@each_notebook
+@each_file
 def test_cell_ids_are_stable_so_that_a_change_shows_as_one(path: Path) -> None:
     """Random ids would make each saved notebook a different file."""
     ids = [cell.id for cell in read(path).cells]
@@ -65,28 +68,29 @@ def test_cell_ids_are_stable_so_that_a_change_shows_as_one(path: Path) -> None:
     assert all(re.fullmatch(rf"{path.name[:2]}-\d\d[a-z]?", name) for name in ids)
 
 
-@each_notebook
+@each_file
 def test_exactly_one_cell_is_tagged_parameters_and_the_next_one_checks_them(path: Path) -> None:
     cells = code_cells(path)
     (tagged,) = (i for i, cell in enumerate(cells) if "parameters" in cell.metadata.get("tags", []))
-    assert cells[tagged + 1].source == "parameters = check_parameters(globals())"
+    check = "check_training_parameters" if path == TRAINING else "check_parameters"
+    assert re.fullmatch(rf"\w+ = {check}\(globals\(\)\)", cells[tagged + 1].source)
 
 
-@each_notebook
+@each_file
 def test_code_cells_are_short_and_reach_helpers_without_path_tricks(path: Path) -> None:
     for cell in code_cells(path):
         assert len(cell.source.splitlines()) <= 40
         assert not re.search(r"sys\.path|%run|!pip|os\.chdir|^%", cell.source, flags=re.MULTILINE)
 
 
-@each_notebook
+@each_file
 def test_a_notebook_begins_with_its_question_and_ends_with_what_it_does_not_show(path: Path) -> None:
     prose = [cell.source for cell in read(path).cells if cell.cell_type == "markdown"]
     assert re.match(r"# .*\?\n\n", prose[0])
     assert prose[-1].startswith("## What this does not show\n")
 
 
-@each_notebook
+@each_file
 def test_no_file_of_a_notebook_holds_an_absolute_path_or_fetches_anything(path: Path) -> None:
     text = path.read_text()
     assert str(project_root()) not in text
@@ -134,6 +138,48 @@ def test_a_text_for_a_number_from_papermill_stops_the_notebook(path: Path, small
     """``papermill -p seq_len true`` and the like hand over texts."""
     with pytest.raises(InputError, match="seq_len takes a whole number, not 'true'"):
         run_cells(path, small | {"seq_len": "true"})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"sed": 1}, "Unknown parameter 'sed'. Did you mean 'seed'?"),
+        ({"train": "no"}, "train takes a bool, not 'no'"),
+        ({"device": "tpu"}, "device"),
+    ],
+)
+def test_the_training_notebook_refuses_what_it_does_not_know(
+    wrong: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError) as caught:
+        run_cells(TRAINING, {"state": str(tmp_path / "state"), "checkpoint": str(tmp_path / "mini")} | wrong)
+    assert message in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_training_notebook_trains_and_shows_what_came_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trial of a few steps: its curve, its data, and figures that are a bad model's own."""
+    shown: list[Any] = []
+    monkeypatch.setattr("helpers.notebook.display", shown.append)
+    # six documents: seconds instead of minutes
+    for module in ("helpers.quality", "helpers.kimi_mini"):
+        monkeypatch.setattr(f"{module}.held_out_windows", lambda corpus: held_out_windows(corpus)[:6])
+    monkeypatch.setattr("helpers.quality.FAR", range(996, 1000, 4))
+    run_cells(
+        TRAINING,
+        {
+            "train": True, "plan": "trial", "checkpoint": str(tmp_path / "mini"), "state": str(tmp_path / "state"),
+            "device": "cpu",
+        },
+    )  # fmt: skip
+    assert sum(isinstance(output, Image) for output in shown) == 2
+    text = " ".join(str(output.data) for output in shown)
+    assert "in 6 steps, seed 0" in text
+    assert "held-out loss" in text
+    assert "topic:" in text
+    assert "Python " in text
 
 
 @pytest.mark.parametrize("number", ["02", "03"])

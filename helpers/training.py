@@ -1,0 +1,328 @@
+"""Training the miniature Kimi on text that Python carries: seeded, and resumed wherever it was interrupted.
+
+Every step's batch follows from the seed and the step's number alone. First the model learns to copy, on short sequences
+of which most repeat a passage; then it reads text, and at last long text with the experts rounded to INT4 in the
+forward pass, as the K2 family was trained.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import time
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils import parametrize
+from tqdm import tqdm
+from transformers import AttentionInterface
+
+from helpers.corpus import Document, documents
+from helpers.errors import InputError
+from helpers.files import atomic_path
+from helpers.miniature import EOS, N_RANKS, new_model
+from helpers.quantization import dequantize_int4, quantize_int4
+from helpers.tokenizer import Tokenizer
+
+BIAS_STEP = 1e-3  # of a router's correction bias (DeepSeek-V3, arXiv:2412.19437, section 2.1.2)
+WARM_UP, LEARNING_RATE, LAST_RATE = 150, 2e-3, 0.05
+LONGEST_PASSAGE = 160  # tokens, of what a sequence repeats
+STATE, LOSSES = "state.safetensors", "training.csv"
+COLUMNS = ("step", "stage", "tokens", "loss", "held_out_loss", "copied_loss")
+IMPLEMENTATION = "padded"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the training: ``steps`` steps of ``batch`` sequences of ``length`` tokens."""
+
+    name: str
+    steps: int
+    batch: int
+    length: int
+    repeating: float  # share of the sequences in which a passage stands twice
+    random: float  # share of these passages that are random tokens
+    quantized: bool = False  # the routed experts' weights are rounded to INT4 in the forward pass
+
+
+STAGES = (
+    Stage("copying", 450, 64, 128, repeating=0.9, random=0.5),
+    Stage("text", 600, 16, 512, repeating=0.15, random=0.1),
+    Stage("long", 350, 8, 1024, repeating=0.15, random=0.1, quantized=True),
+)
+
+
+# a few steps, to see that everything works
+TRIAL = (
+    Stage("copying", 2, 4, 128, repeating=0.9, random=0.5),
+    Stage("text", 2, 2, 256, repeating=0.15, random=0.1),
+    Stage("long", 2, 1, 512, repeating=0.15, random=0.1, quantized=True),
+)
+PLANS = {"full": STAGES, "trial": TRIAL}
+
+
+@dataclass(frozen=True)
+class TokenizedCorpus:
+    """Token ids of the training documents, one behind the other, and of the held-out ones, each its own."""
+
+    stream: torch.Tensor  # [n], an EOS behind each document
+    starts: torch.Tensor  # where documents begin in it
+    held_out: list[torch.Tensor]
+
+    @property
+    def identity(self) -> str:
+        """What tells one corpus from another: two Pythons' differ."""
+        return hashlib.sha256(self.stream.numpy().tobytes()).hexdigest()
+
+
+def tokenize_corpus(tokenizer: Tokenizer, corpus: list[Document] | None = None) -> TokenizedCorpus:
+    """Tokenise the running Python's documents, or ``corpus``."""
+    stream: list[int] = []
+    starts, held_out = [], []
+    for document in documents() if corpus is None else corpus:
+        ids = tokenizer.encode(document.text).ids
+        if document.held_out:
+            held_out.append(torch.tensor(ids))
+        else:
+            starts.append(len(stream))
+            stream += [*ids, EOS]
+    return TokenizedCorpus(torch.tensor(stream), torch.tensor(starts), held_out)
+
+
+def batch_of(stage: Stage, corpus: TokenizedCorpus, seed: int) -> torch.Tensor:
+    """Cut ``stage.batch`` sequences [batch, length + 1] out of the training text, one in five where a document begins.
+
+    In a share of them, a passage of 8 to 160 tokens (of the text, or random) is written to two places.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    size = stage.length + 1
+
+    def between(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    def window(n: int) -> torch.Tensor:
+        last = len(corpus.stream) - n
+        first = between(0, last)
+        if between(1, 5) == 1:
+            first = min(int(corpus.starts[between(0, len(corpus.starts) - 1)]), last)
+        return corpus.stream[first : first + n]
+
+    rows = []
+    for _ in range(stage.batch):
+        row = window(size).clone()
+        if torch.rand((), generator=generator) < stage.repeating:
+            n = between(8, min(size // 2 - 2, LONGEST_PASSAGE))
+            passage = window(n)
+            if torch.rand((), generator=generator) < stage.random:
+                passage = torch.randint(0, N_RANKS, (n,), generator=generator)
+            first = between(0, size - 2 * n)
+            second = between(first + n, size - n)
+            row[first : first + n] = row[second : second + n] = passage
+        rows.append(row)
+    return torch.stack(rows)
+
+
+def learning_rate(step: int, stages: tuple[Stage, ...] = STAGES) -> float:
+    """The rate of one step: up in the first ones, even, and over the last stage down along a straight line."""
+    total, last = sum(stage.steps for stage in stages), stages[-1].steps
+    down = max(LAST_RATE, min(1.0, (total - step) / last))
+    return LEARNING_RATE * min(1.0, (step + 1) / WARM_UP) * down
+
+
+@dataclass
+class Trainer:
+    """One training, new or taken up where ``folder`` left it.
+
+    ``folder`` keeps ``state.safetensors`` (weights, the optimiser's moments, the step) and ``training.csv`` (losses).
+
+    Raises:
+        InputError: ``folder`` holds the state of another seed, other stages or other text.
+    """
+
+    folder: Path
+    corpus: TokenizedCorpus
+    seed: int = 0
+    stages: tuple[Stage, ...] = STAGES
+    device: str = "cpu"
+    save_every: int = 50
+
+    def __post_init__(self) -> None:
+        self.step = 0
+        model: Any = new_model(self.seed)
+        self.model = model.to(self.device)
+        self.model.set_attn_implementation(IMPLEMENTATION)
+        self.model.set_experts_implementation("grouped_mm")
+        self.loads: dict[nn.Module, torch.Tensor] = {}  # router -> tokens that each of its experts got
+        for layer in self.model.model.layers:
+            if hasattr(layer.mlp, "gate"):
+                layer.mlp.gate.register_forward_hook(self._count)
+        matrices = [p for p in self.model.parameters() if p.ndim > 1]
+        vectors = [p for p in self.model.parameters() if p.ndim < 2]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+            betas=(0.9, 0.95),
+            fused=True,
+        )
+        # names and tensors before any parametrization renames them
+        self.parameters = dict(self.model.named_parameters())
+        self.biases = {n: b for n, b in self.model.named_buffers() if n.endswith("e_score_correction_bias")}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if (self.folder / STATE).exists():
+            self._resume()
+        else:
+            (self.folder / LOSSES).unlink(missing_ok=True)
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Parameters and correction biases by name, float32, as they are: nothing is rounded."""
+        return {name: parameter.data for name, parameter in self.parameters.items()} | self.biases
+
+    def unrounded_model(self) -> Any:
+        """The model as it is trained, but computing with the weights that the quantiser would round."""
+        model: Any = new_model(self.seed)
+        model.load_state_dict(self.weights)
+        return model.to(self.device).eval()
+
+    def train(self) -> None:
+        """Train to the end of the last stage, with a bar; saves every ``save_every`` steps and at the end."""
+        total = sum(stage.steps for stage in self.stages)
+        with tqdm(total=total, initial=self.step, desc="Training", unit="step") as bar:
+            for stage, end in zip(self.stages, _ends(self.stages), strict=True):
+                while self.step < end:
+                    started = time.perf_counter()
+                    loss = self._one_step(stage)
+                    rate = stage.batch * stage.length / (time.perf_counter() - started)
+                    measured: list[float] = []
+                    if self.step % self.save_every == 0 or self.step == total:
+                        measured = list(self.evaluate())
+                    self._note([self.step, stage.name, stage.batch * stage.length, loss, *measured])
+                    if measured:
+                        self._save()
+                    bar.set_postfix_str(f"{stage.name}, loss {loss:.2f}, {rate:,.0f} tokens/s")
+                    bar.update()
+
+    def _one_step(self, stage: Stage) -> float:
+        if stage.quantized:
+            self._quantize_experts()
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.step, self.stages)
+        tokens = batch_of(stage, self.corpus, self.seed * 1_000_003 + self.step).to(self.device)
+        self.model.train()
+        with self._bfloat16():
+            logits = self.model(input_ids=tokens[:, :-1], use_cache=False).logits
+        loss = functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for router, load in self.loads.items():  # the idle experts' bias rises, so that they get more tokens
+            router.e_score_correction_bias += BIAS_STEP * torch.sign(load.mean() - load)  # type: ignore[operator]
+        self.step += 1
+        return float(loss.detach())
+
+    @torch.no_grad()
+    def evaluate(self) -> tuple[float, float]:
+        """Loss in nats a token on held-out text, and on 64 held-out tokens that stand there a second time."""
+        self.model.eval()
+        ordinary = [ids[:513] for ids in self.corpus.held_out if len(ids) >= 1025][:8]
+        passages = torch.stack([ids[100:164] for ids in self.corpus.held_out if len(ids) >= 1025][:32])
+        return (
+            self._loss(torch.stack(ordinary), first=0),
+            self._loss(torch.cat([passages, passages], dim=1), first=passages.shape[1]),
+        )
+
+    def _loss(self, tokens: torch.Tensor, first: int) -> float:
+        tokens = tokens.to(self.device)
+        logits = self.model(input_ids=tokens[:, :-1], use_cache=False).logits[:, first:]
+        return float(functional.cross_entropy(logits.flatten(0, 1), tokens[:, first + 1 :].flatten()))
+
+    def _bfloat16(self) -> AbstractContextManager[Any]:
+        return torch.autocast(torch.device(self.device).type, torch.bfloat16)
+
+    def _count(self, router: nn.Module, _: Any, output: Any) -> None:
+        if router.training:
+            experts = router.e_score_correction_bias
+            self.loads[router] = torch.bincount(output[2].flatten(), minlength=len(experts)).float()  # type: ignore[arg-type]
+
+    def _quantize_experts(self) -> None:
+        """From here on, routed experts compute with INT4's numbers (quantisation-aware training)."""
+        for layer in self.model.model.layers:
+            experts = getattr(layer.mlp, "experts", None)
+            if experts is not None and not parametrize.is_parametrized(experts):
+                for name in ("gate_up_proj", "down_proj"):
+                    parametrize.register_parametrization(experts, name, _Int4())
+
+    def _identity(self) -> dict[str, str]:
+        return {"seed": str(self.seed), "stages": repr(self.stages), "text": self.corpus.identity}
+
+    def _note(self, values: list[Any]) -> None:
+        path = self.folder / LOSSES
+        new = not path.exists()
+        with path.open("a", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            if new:
+                writer.writerow(COLUMNS)
+            writer.writerow([f"{value:.4f}" if isinstance(value, float) else value for value in values])
+
+    def _save(self) -> None:
+        tensors = dict(self.weights)
+        for name, parameter in self.parameters.items():
+            for key in ("exp_avg", "exp_avg_sq"):
+                tensors[f"{key}.{name}"] = self.optimizer.state[parameter][key]
+        with atomic_path(self.folder / STATE) as partial:
+            metadata = {"step": str(self.step)} | self._identity()
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, metadata=metadata)
+
+    def _resume(self) -> None:
+        with safe_open(self.folder / STATE, framework="pt", device=self.device) as file:
+            metadata = file.metadata()
+            for key, own in self._identity().items():
+                if metadata.get(key) != own:
+                    raise InputError(
+                        f"{self.folder.name} holds a training with other {key}: name another folder, or remove "
+                        f"{STATE} there to begin anew."
+                    )
+            self.step = int(metadata["step"])
+            for name, parameter in self.parameters.items():
+                parameter.data.copy_(file.get_tensor(name))
+                self.optimizer.state[parameter] = {
+                    "step": torch.tensor(float(self.step), device=self.device),
+                    "exp_avg": file.get_tensor(f"exp_avg.{name}"),
+                    "exp_avg_sq": file.get_tensor(f"exp_avg_sq.{name}"),
+                }
+            for name, bias in self.biases.items():
+                bias.copy_(file.get_tensor(name))
+        lines = (self.folder / LOSSES).read_text(encoding="utf-8").splitlines(keepends=True)
+        with atomic_path(self.folder / LOSSES) as partial:  # what was trained after the last save is trained again
+            partial.write_text("".join(lines[: 1 + self.step]), encoding="utf-8")
+
+
+class _Int4(nn.Module):
+    """Rounds a weight to packed INT4's numbers, and lets gradients through as if it hadn't (arXiv:1308.3432)."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + (dequantize_int4(*quantize_int4(weight)) - weight).detach()
+
+
+def _ends(stages: tuple[Stage, ...]) -> list[int]:
+    return [sum(stage.steps for stage in stages[: i + 1]) for i in range(len(stages))]
+
+
+def _padded(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, scaling: float, **_: Any
+) -> tuple[torch.Tensor, None]:
+    """Torch's fused attention with values padded to the keys' width: where widths differ, it builds whole matrices."""
+    width = value.shape[-1]
+    value = functional.pad(value, (0, query.shape[-1] - width))
+    output = functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    return output[..., :width].transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(IMPLEMENTATION, _padded)
