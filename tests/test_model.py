@@ -36,7 +36,7 @@ def test_it_can_be_recorded_and_run_on_a_cache(mla_checkpoint: Path) -> None:
     with torch.no_grad(), record_attention(loaded) as layers:
         whole = loaded(IDS)
         first = loaded(IDS[:, :30], use_cache=True)
-        rest = loaded(IDS[:, 30:], past_key_values=first.past_key_values)
+        rest = loaded(IDS[:, 30:], cache=first.past_key_values)
     torch.testing.assert_close(rest.logits, whole.logits[:, 30:], rtol=1e-4, atol=1e-4)
     assert len(layers) == 3
     assert layers[2].mass.sum() == pytest.approx(30 * 4, rel=1e-5)  # each head's query gives 1
