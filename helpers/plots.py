@@ -95,7 +95,7 @@ def training_curve(losses: pd.DataFrame) -> Figure:
         axes.text(part.mean(), 0.985, str(stage), transform=axes.get_xaxis_transform(), ha="center", va="top")
     axes.set(xlabel="tokens trained, millions", ylabel="loss, nats a token", title="Loss during training")
     axes.set_ylim(bottom=0)
-    axes.legend(loc="upper right", bbox_to_anchor=(1, 0.93))
+    figure.legend(loc="outside lower center", ncols=3)
     return figure
 
 
@@ -110,7 +110,7 @@ def overlap_by_layer(layers: pd.DataFrame, title: str) -> Figure:
     axes.set(xlabel="layer", ylabel="share that the null would keep", title=title, ylim=(0, 1.08))
     axes.set_xticks(list(layers.index))
     axes.grid(visible=False, axis="x")
-    figure.legend(loc="outside lower center", ncols=3)
+    figure.legend(loc="outside lower center", ncols=3, handlelength=3.2)
     return figure
 
 
