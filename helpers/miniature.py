@@ -35,6 +35,10 @@ ARCHITECTURE: dict[str, Any] = {
 }  # fmt: skip
 YARN: dict[str, Any] = {"factor": 4.0, "original_max_position_embeddings": 1024}
 PREFIX = "language_model."
+# where training begins: see new_model
+EMBEDDING_STD, HEAD_STD, SMALL = 0.25, 0.06, 0.05
+QUERY_LIKE_KEY, OUTPUT_LIKE_VALUE = 0.5, 0.7
+KEY_START, QUERY_START, OTHER_START, FASTEST = 1.7, 10.0, 0.3, 3
 
 
 def config_json() -> dict[str, Any]:
@@ -54,17 +58,77 @@ def model_config() -> DeepseekV3Config:
 
 
 def new_model(seed: int) -> DeepseekV3ForCausalLM:
-    """Make the model in float32 with random weights.
+    """Make the model in float32 with random weights, of which a few start where training would take them late.
 
-    Matrices are normal with standard deviation 1/√inputs, the embeddings with 0.5 and the output head with 0.02.
+    Matrices are normal with standard deviation 1/√inputs; those that write to the residual stream begin small, but for
+    layer 0's attention. Embeddings are normal around a vector that all tokens share, and the output head starts as a
+    smaller copy of what sets them apart. In every layer attention begins with a leaning to tokens like the own one
+    (:func:`_mimic`), but for half of layer 0's heads, which begin with the token before
+    (:func:`_look_at_the_token_before`). These starts are meant to help it learn to copy: a head finds what stood behind
+    an earlier occurrence by the token before it. What each contributes was not measured apart.
     """
     torch.manual_seed(seed)
     model = DeepseekV3ForCausalLM(model_config())
     for name, weight in model.named_parameters():
         if weight.ndim > 1:
-            std = 0.5 if "embed_tokens" in name else 0.02 if "lm_head" in name else weight.shape[-1] ** -0.5
-            nn.init.normal_(weight, std=std)
+            small = name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")) and ".0.self_attn." not in name
+            nn.init.normal_(weight, std=weight.shape[-1] ** -0.5 * (SMALL if small else 1))
+    apart, shared = torch.randn_like(model.lm_head.weight), torch.randn(model.config.hidden_size)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(EMBEDDING_STD * (apart + shared))
+        model.lm_head.weight.copy_(HEAD_STD * apart)
+        for layer in model.model.layers:
+            _mimic(layer.self_attn)
+        _look_at_the_token_before(model, shared)
     return model
+
+
+def _mimic(attention: Any) -> None:
+    """Mimetic initialisation (arXiv:2305.09828) of latent attention: query · key and output · value near an identity.
+
+    Queries' latents begin as keys' latents and more; a head's query matrix shares a part of its key's, and its output
+    matrix is, in part, the transpose of what makes its values.
+    """
+    rank, nope, head_dim = attention.kv_lora_rank, attention.qk_nope_head_dim, attention.qk_head_dim
+    down, output = attention.kv_a_proj_with_mqa.weight[:rank], attention.o_proj.weight
+    down.copy_(attention.q_a_proj.weight[:rank])
+    queries = attention.q_b_proj.weight.view(attention.num_heads, head_dim, -1)
+    key_values = attention.kv_b_proj.weight.view(attention.num_heads, -1, rank)
+    outputs = output.view(len(output), attention.num_heads, -1).transpose(0, 1)
+    std = output.std()
+    for query, key_value, out in zip(queries, key_values, outputs, strict=True):
+        query[:nope] *= (1 - QUERY_LIKE_KEY**2) ** 0.5
+        query[:nope, :rank] += QUERY_LIKE_KEY * key_value[:nope]
+        values = key_value[nope:] @ down  # [v_head_dim, hidden_size]
+        out *= (1 - OUTPUT_LIKE_VALUE**2) ** 0.5
+        out += OUTPUT_LIKE_VALUE * std * (values / values.std()).T
+
+
+def _look_at_the_token_before(model: DeepseekV3ForCausalLM, shared: torch.Tensor) -> None:
+    """Let the first half of layer 0's heads attend to the position before, by the rotary parts of queries and keys.
+
+    What all tokens ``shared`` gives every key the rotary part 1 in each pair of coordinates, and every query of these
+    heads exp(-iω) in the fastest three pairs: rotated to positions t and s, their product is largest for t - s = 1.
+    """
+    attention: Any = model.model.layers[0].self_attn
+    n_heads, n_nope, rank = attention.num_heads, attention.qk_nope_head_dim, attention.kv_lora_rank
+    frequency = model.model.rotary_emb.inv_freq
+    pairs = len(frequency)
+    key = KEY_START * torch.stack([torch.ones(pairs), torch.zeros(pairs)], dim=1)
+    query = QUERY_START * torch.stack([torch.cos(-frequency), torch.sin(-frequency)], dim=1)
+    query[FASTEST:] = 0
+    common = shared / 2**0.5  # of the normalised input
+    _maps(attention.kv_a_proj_with_mqa.weight[rank:], common, key.flatten())
+    latent = attention.q_a_layernorm(attention.q_a_proj(common)) / 2**0.5
+    for head in attention.q_b_proj.weight.view(n_heads, -1, len(latent))[: n_heads // 2]:
+        head[:n_nope] *= OTHER_START
+        _maps(head[n_nope:], latent, query.flatten())
+
+
+def _maps(matrix: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+    """Change ``matrix`` in place so that it takes ``source`` to ``target``, and all else to less than before."""
+    matrix *= OTHER_START
+    matrix += torch.outer(target - matrix @ source, source) / source.square().sum()
 
 
 def train_tokenizer(texts: Iterable[str]) -> dict[bytes, int]:

@@ -58,7 +58,7 @@ POLICY_NAMES = (*SCORE_NAMES, "recency", "random", "earliest", "oracle")
 class Parameters:
     """The checked parameters of one run. Build it with :meth:`check`, which gives errors a person can act on."""
 
-    checkpoint: str = _field("checkpoints/kimi-k2.6-shaped", "folder that holds config.json and safetensors files")
+    checkpoint: str = _field("checkpoints/kimi-mini", "folder that holds config.json and safetensors files")
     layer: int = _field(0, "which decoder layer's attention to study, from 0", low=0)
     input: str = _field(
         "auto", "what the layer reads; auto: text where there is a tokenizer", choices=("auto", "random", "text")

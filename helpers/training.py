@@ -1,8 +1,8 @@
 """Training the miniature Kimi on text that Python carries: seeded, and resumed wherever it was interrupted.
 
-Every step's batch follows from the seed and the step's number alone. First the model learns to copy, on short sequences
-of which most repeat a passage; then it reads text, and at last long text with the experts rounded to INT4 in the
-forward pass, as the K2 family was trained.
+Every step's batch follows from the seed and the step's number alone. First come short sequences, most of them one
+passage over and over, in which looking back pays; then text; then long text with the experts rounded to INT4 in the
+forward pass, as the K2 family was trained; and at last sequences of which most repeat a passage again.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ from transformers import AttentionInterface
 from helpers.corpus import Document, documents
 from helpers.errors import InputError
 from helpers.files import atomic_path
-from helpers.miniature import EOS, N_RANKS, new_model
+from helpers.miniature import EOS, new_model
 from helpers.quantization import dequantize_int4, quantize_int4
 from helpers.tokenizer import Tokenizer
 
 BIAS_STEP = 1e-3  # of a router's correction bias (DeepSeek-V3, arXiv:2412.19437, section 2.1.2)
-WARM_UP, LEARNING_RATE, LAST_RATE = 150, 2e-3, 0.05
-LONGEST_PASSAGE = 160  # tokens, of what a sequence repeats
+MUON_RATE, ADAM_RATE = 5e-3, 1e-3
+WARM_UP, LAST_RATE = 30, 0.05  # steps; of the highest rate
+PASSAGE_TWICE, PASSAGE_OVER_AND_OVER = (8, 160), (12, 48)  # tokens, of what a sequence repeats
 STATE, LOSSES = "state.safetensors", "training.csv"
 COLUMNS = ("step", "stage", "tokens", "loss", "held_out_loss", "copied_loss")
+KEPT = ("momentum_buffer", "step", "exp_avg", "exp_avg_sq")  # of the optimisers, for each parameter
 IMPLEMENTATION = "padded"
 
 
@@ -47,21 +49,25 @@ class Stage:
     steps: int
     batch: int
     length: int
-    repeating: float  # share of the sequences in which a passage stands twice
-    random: float  # share of these passages that are random tokens
+    repeating: float  # share of the sequences in which a passage stands twice, or over and over
+    random: float  # share of these passages whose tokens are drawn from the text one by one
+    over_and_over: bool = False  # these sequences hold nothing but their passage
+    rates: tuple[float, float] = (1, 1)  # learning rate over the highest, at the beginning and towards the end
     quantized: bool = False  # the routed experts' weights are rounded to INT4 in the forward pass
 
 
 STAGES = (
-    Stage("copying", 450, 64, 128, repeating=0.9, random=0.5),
+    Stage("copying", 1500, 16, 128, repeating=0.9, random=0.5, over_and_over=True),
     Stage("text", 600, 16, 512, repeating=0.15, random=0.1),
-    Stage("long", 350, 8, 1024, repeating=0.15, random=0.1, quantized=True),
+    Stage("long", 50, 8, 1024, repeating=0.15, random=0.1, quantized=True, rates=(1, 6 / 7)),
+    Stage("long, repeating", 300, 8, 1024, repeating=0.4, random=0.2, quantized=True, rates=(6 / 7, 0)),
+    Stage("copying again", 450, 12, 320, repeating=0.9, random=0.3, quantized=True, rates=(0.5, 0)),
 )
 
 
 # a few steps, to see that everything works
 TRIAL = (
-    Stage("copying", 2, 4, 128, repeating=0.9, random=0.5),
+    Stage("copying", 2, 4, 128, repeating=0.9, random=0.5, over_and_over=True),
     Stage("text", 2, 2, 256, repeating=0.15, random=0.1),
     Stage("long", 2, 1, 512, repeating=0.15, random=0.1, quantized=True),
 )
@@ -99,7 +105,8 @@ def tokenize_corpus(tokenizer: Tokenizer, corpus: list[Document] | None = None) 
 def batch_of(stage: Stage, corpus: TokenizedCorpus, seed: int) -> torch.Tensor:
     """Cut ``stage.batch`` sequences [batch, length + 1] out of the training text, one in five where a document begins.
 
-    In a share of them, a passage of 8 to 160 tokens (of the text, or random) is written to two places.
+    In a share of them, a passage (of the text, or of tokens drawn from it one by one) is written to two places, or over
+    and over.
     """
     generator = torch.Generator().manual_seed(seed)
     size = stage.length + 1
@@ -118,22 +125,27 @@ def batch_of(stage: Stage, corpus: TokenizedCorpus, seed: int) -> torch.Tensor:
     for _ in range(stage.batch):
         row = window(size).clone()
         if torch.rand((), generator=generator) < stage.repeating:
-            n = between(8, min(size // 2 - 2, LONGEST_PASSAGE))
+            shortest, longest = PASSAGE_OVER_AND_OVER if stage.over_and_over else PASSAGE_TWICE
+            n = between(shortest, min(size // 2 - 2, longest))
             passage = window(n)
             if torch.rand((), generator=generator) < stage.random:
-                passage = torch.randint(0, N_RANKS, (n,), generator=generator)
-            first = between(0, size - 2 * n)
-            second = between(first + n, size - n)
-            row[first : first + n] = row[second : second + n] = passage
+                passage = corpus.stream[torch.randint(0, len(corpus.stream), (n,), generator=generator)]
+            if stage.over_and_over:
+                row = passage.repeat(size // n + 1)[:size]
+            else:
+                first = between(0, size - 2 * n)
+                second = between(first + n, size - n)
+                row[first : first + n] = row[second : second + n] = passage
         rows.append(row)
     return torch.stack(rows)
 
 
-def learning_rate(step: int, stages: tuple[Stage, ...] = STAGES) -> float:
-    """The rate of one step: up in the first ones, even, and over the last stage down along a straight line."""
-    total, last = sum(stage.steps for stage in stages), stages[-1].steps
-    down = max(LAST_RATE, min(1.0, (total - step) / last))
-    return LEARNING_RATE * min(1.0, (step + 1) / WARM_UP) * down
+def rate_factor(step: int, stages: tuple[Stage, ...] = STAGES) -> float:
+    """A step's learning rate over the highest: up in the first ones, then in each stage along a straight line."""
+    number = sum(end <= step for end in _ends(stages))
+    stage, begun = stages[number], _ends(stages)[number] - stages[number].steps
+    first, last = stage.rates
+    return min(1.0, (step + 1) / WARM_UP) * max(LAST_RATE, first + (last - first) * (step - begun) / stage.steps)
 
 
 @dataclass
@@ -163,13 +175,7 @@ class Trainer:
         for layer in self.model.model.layers:
             if hasattr(layer.mlp, "gate"):
                 layer.mlp.gate.register_forward_hook(self._count)
-        matrices = [p for p in self.model.parameters() if p.ndim > 1]
-        vectors = [p for p in self.model.parameters() if p.ndim < 2]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
-            betas=(0.9, 0.95),
-            fused=True,
-        )
+        self.optimizers = _optimizers(self.model)
         # names and tensors before any parametrization renames them
         self.parameters = dict(self.model.named_parameters())
         self.biases = {n: b for n, b in self.model.named_buffers() if n.endswith("e_score_correction_bias")}
@@ -211,8 +217,9 @@ class Trainer:
     def _one_step(self, stage: Stage) -> float:
         if stage.quantized:
             self._quantize_experts()
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.step, self.stages)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["highest"] * rate_factor(self.step, self.stages)
         tokens = batch_of(stage, self.corpus, self.seed * 1_000_003 + self.step).to(self.device)
         self.model.train()
         with self._bfloat16():
@@ -220,8 +227,9 @@ class Trainer:
         loss = functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.model.zero_grad()
         for router, load in self.loads.items():  # the idle experts' bias rises, so that they get more tokens
             router.e_score_correction_bias += BIAS_STEP * torch.sign(load.mean() - load)  # type: ignore[operator]
         self.step += 1
@@ -259,6 +267,10 @@ class Trainer:
                 for name in ("gate_up_proj", "down_proj"):
                     parametrize.register_parametrization(experts, name, _Int4())
 
+    def _optimizer_of(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
+        muon, adam = self.optimizers
+        return muon if any(parameter is own for own in muon.param_groups[0]["params"]) else adam
+
     def _identity(self) -> dict[str, str]:
         return {"seed": str(self.seed), "stages": repr(self.stages), "text": self.corpus.identity}
 
@@ -274,8 +286,8 @@ class Trainer:
     def _save(self) -> None:
         tensors = dict(self.weights)
         for name, parameter in self.parameters.items():
-            for key in ("exp_avg", "exp_avg_sq"):
-                tensors[f"{key}.{name}"] = self.optimizer.state[parameter][key]
+            state = self._optimizer_of(parameter).state[parameter]
+            tensors |= {f"{key}.{name}": state[key] for key in KEPT if key in state}
         with atomic_path(self.folder / STATE) as partial:
             metadata = {"step": str(self.step)} | self._identity()
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, metadata=metadata)
@@ -289,19 +301,35 @@ class Trainer:
                         f"{self.folder.name} holds a training with other {key}: name another folder, or remove "
                         f"{STATE} there to begin anew."
                     )
-            self.step = int(metadata["step"])
+            self.step, stored = int(metadata["step"]), set(file.keys())
             for name, parameter in self.parameters.items():
                 parameter.data.copy_(file.get_tensor(name))
-                self.optimizer.state[parameter] = {
-                    "step": torch.tensor(float(self.step), device=self.device),
-                    "exp_avg": file.get_tensor(f"exp_avg.{name}"),
-                    "exp_avg_sq": file.get_tensor(f"exp_avg_sq.{name}"),
+                self._optimizer_of(parameter).state[parameter] = {
+                    key: file.get_tensor(f"{key}.{name}") for key in KEPT if f"{key}.{name}" in stored
                 }
             for name, bias in self.biases.items():
                 bias.copy_(file.get_tensor(name))
         lines = (self.folder / LOSSES).read_text(encoding="utf-8").splitlines(keepends=True)
         with atomic_path(self.folder / LOSSES) as partial:  # what was trained after the last save is trained again
             partial.write_text("".join(lines[: 1 + self.step]), encoding="utf-8")
+
+
+def _optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon for the hidden layers' matrices, as Kimi K2 was trained, AdamW for all else: embeddings, head, experts.
+
+    Muon (arXiv:2502.16982) orthogonalises each matrix's step; torch's takes single matrices, no stack of experts.
+    """
+    hidden, other, vectors = [], [], []
+    for name, parameter in model.named_parameters():
+        single = parameter.ndim == 2 and name.startswith("model.layers.")
+        (hidden if single else other if parameter.ndim > 1 else vectors).append(parameter)
+    muon = torch.optim.Muon(hidden, lr=MUON_RATE, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    groups = [{"params": other, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizers = [muon, torch.optim.AdamW(groups, lr=ADAM_RATE, betas=(0.9, 0.95), fused=True)]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["highest"] = group["lr"]
+    return optimizers
 
 
 class _Int4(nn.Module):

@@ -50,7 +50,9 @@ def test_the_package_imports_from_any_folder(tmp_path: Path) -> None:
 
 def test_make_lists_its_targets() -> None:
     result = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True)
-    for target in ("report", "test", "lab", "bench", "checkpoint-kimi-shaped", "checkpoint-smollm2"):
+    targets = ("report", "test", "lab", "bench", "checkpoint-kimi-shaped", "checkpoint-smollm2", "train-kimi-mini",
+               "measure-kimi-mini")  # fmt: skip
+    for target in targets:
         assert re.search(rf"^  {target} ", result.stdout, flags=re.MULTILINE)
 
 

@@ -18,10 +18,10 @@ from helpers.errors import InputError
 from helpers.kimi_mini import train_kimi_mini
 from helpers.miniature import ARCHITECTURE, EOS, N_RANKS, new_model
 from helpers.quantization import dequantize_int4, quantize_int4
-from helpers.training import LOSSES, STAGES, STATE, Stage, TokenizedCorpus, Trainer, batch_of, learning_rate
+from helpers.training import LOSSES, STAGES, STATE, Stage, TokenizedCorpus, Trainer, batch_of, rate_factor
 
 STEPS = (
-    Stage("copying", 3, 2, 32, repeating=0.9, random=0.5),
+    Stage("copying", 3, 2, 32, repeating=0.9, random=0.5, over_and_over=True),
     Stage("text", 2, 1, 48, repeating=0.2, random=0.1),
     Stage("long", 3, 1, 64, repeating=0.2, random=0.1, quantized=True),
 )
@@ -156,14 +156,20 @@ def test_batches_hold_the_stated_share_of_repeats(corpus: TokenizedCorpus, stage
     assert not torch.equal(batch_of(stage, corpus, 3), batch_of(stage, corpus, 4))
 
 
-def test_the_learning_rate_rises_stays_and_falls() -> None:
-    total = sum(stage.steps for stage in STAGES)
-    rates = [learning_rate(step) for step in range(total)]
-    top = training.LEARNING_RATE
-    assert rates[0] == pytest.approx(top / training.WARM_UP)
-    assert rates[training.WARM_UP] == rates[total - STAGES[-1].steps] == top
-    assert rates[-1] == pytest.approx(top * training.LAST_RATE)
-    assert max(rates) == top
+def test_the_learning_rate_rises_and_then_follows_each_stages_line() -> None:
+    stages = (
+        Stage("even", 100, 1, 32, repeating=0, random=0),
+        Stage("falling", 50, 1, 32, repeating=0, random=0, rates=(1, 0.5)),
+        Stage("again", 200, 1, 32, repeating=0, random=0, rates=(0.8, 0)),
+    )
+    rates = [rate_factor(step, stages) for step in range(350)]
+    assert rates[0] == pytest.approx(1 / training.WARM_UP)
+    assert rates[training.WARM_UP] == rates[99] == rates[100] == 1
+    assert rates[125] == pytest.approx(0.75)
+    assert rates[150] == 0.8
+    assert rates[250] == pytest.approx(0.4)
+    assert rates[-1] == training.LAST_RATE  # 0.004 by the line
+    assert all(training.LAST_RATE <= rate_factor(step) <= 1 for step in range(30, sum(s.steps for s in STAGES)))
 
 
 def test_documents_are_tokenised_with_an_end_behind_each() -> None:
