@@ -319,11 +319,11 @@ def _optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
 
     Muon (arXiv:2502.16982) orthogonalises each matrix's step; torch's takes single matrices, no stack of experts.
     """
-    hidden, other, vectors = [], [], []
-    for name, parameter in model.named_parameters():
-        single = parameter.ndim == 2 and name.startswith("model.layers.")
-        (hidden if single else other if parameter.ndim > 1 else vectors).append(parameter)
-    muon = torch.optim.Muon(hidden, lr=MUON_RATE, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    named = dict(model.named_parameters())
+    hidden = {name: weight for name, weight in named.items() if weight.ndim == 2 and name.startswith("model.layers.")}
+    other = [weight for name, weight in named.items() if weight.ndim > 1 and name not in hidden]
+    vectors = [weight for weight in named.values() if weight.ndim == 1]
+    muon = torch.optim.Muon(hidden.values(), lr=MUON_RATE, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     groups = [{"params": other, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizers = [muon, torch.optim.AdamW(groups, lr=ADAM_RATE, betas=(0.9, 0.95), fused=True)]
     for optimizer in optimizers:
