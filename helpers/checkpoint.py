@@ -11,7 +11,6 @@ A weight is one stored tensor or, where it is packed INT4 (:mod:`helpers.quantiz
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 import struct
@@ -29,6 +28,7 @@ from helpers.errors import InputError, did_you_mean
 from helpers.files import refuse_lfs_pointer
 from helpers.paths import locate, portable
 from helpers.quantization import GROUP, PER_INT32, dequantize_int4, unpack_int4
+from helpers.strict_json import parse_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -50,6 +50,8 @@ PACKING = {
 }  # fmt: skip
 # Model types whose text model transformers knows under another name: Kimi K2 is DeepSeek-V3's architecture.
 SAME_ARCHITECTURE = {"kimi_k2": "deepseek_v3"}
+# How torch.save's files begin: a zip archive, or before torch 1.6 a pickle of protocol 2.
+PICKLES = (b"PK\x03\x04", b"\x80\x02")
 MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 
 
@@ -344,6 +346,11 @@ class Checkpoint:
             if len(start) < 8:
                 raise InputError(f"{where} is cut short ({size} bytes): fetch it again.")
             (length,) = struct.unpack("<Q", start)
+            if start.startswith(PICKLES):
+                raise InputError(
+                    f"{where} is not a safetensors file but a pickle, which could run code and is never read: convert "
+                    "the checkpoint to safetensors."
+                )
             if length > MAX_HEADER_BYTES:
                 raise InputError(f"{where} is not a safetensors file: it announces a header of {length:,} bytes.")
             if 8 + length > size:
@@ -352,14 +359,17 @@ class Checkpoint:
                 )
             text = file.read(length)
         try:
-            entries = json.loads(text)
+            entries = parse_json(text)
             entries.pop("__metadata__", None)
             header = {name: _stored_tensor(name, shard, entry, 8 + length) for name, entry in entries.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            _check_places(list(header.values()), 8 + length)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"{where} has an unreadable header ({error}): fetch it again.") from None
         end = max((stored.end for stored in header.values()), default=8 + length)
         if end > size:
             raise InputError(f"{where} is cut short ({size:,} of {end:,} bytes): fetch it again.")
+        if end < size:
+            raise InputError(f"{where} is longer than its header says ({size:,} bytes, not {end:,}): fetch it again.")
         self.bytes_read += 8 + length
         return header
 
@@ -403,8 +413,8 @@ def _read_json(path: Path, why: str) -> dict[str, Any]:
     content = path.read_bytes()
     refuse_lfs_pointer(path, content)
     try:
-        value = json.loads(content.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
+        value = parse_json(content)
+    except ValueError as error:
         raise InputError(f"{where} is not valid JSON ({error}): fetch it again.") from None
     if not isinstance(value, dict):
         raise InputError(f"{where} must be a JSON object, not {type(value).__name__}.")
@@ -430,12 +440,26 @@ def _read_index(path: Path) -> dict[str, str]:
             f"{path.name} of {path.parent.name} has no weight_map from tensor names to shards: fetch it again."
         )
     for name, shard in weight_map.items():
-        # nothing outside the folder is ever opened
-        if shard in ("", ".", "..") or re.search(r"[/\\]", shard):
+        # nothing outside the folder is ever opened; and no file system has longer names
+        if shard in ("", ".", "..") or re.search(r"[/\\\0]", shard) or len(shard.encode()) > 255:
             raise InputError(
                 f"The index of {path.parent.name} puts '{name}' into '{shard}', which is no file of the folder."
             )
     return weight_map
+
+
+def _check_places(stored: list[StoredTensor], data_start: int) -> None:
+    """Refuse tensors that overlap or leave holes: the format has none, so one of the places is wrong.
+
+    Raises:
+        ValueError: names the two neighbours.
+    """
+    end, before = data_start, "the header"
+    for entry in sorted(stored, key=lambda entry: (entry.start, entry.end)):
+        if entry.start != end:
+            fault = "overlaps" if entry.start < end else f"leaves {entry.start - end:,} bytes behind"
+            raise ValueError(f"'{entry.name}' {fault} {before}")
+        end, before = entry.end, f"'{entry.name}'"
 
 
 def text_config(raw: dict[str, Any], name: str) -> PreTrainedConfig:

@@ -18,6 +18,7 @@ import torch
 from conftest import llama_config, make_model, mla_config, stored_tensors, write_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from test_quantization import random_packed, weight_by_hand
 
@@ -485,7 +486,9 @@ def test_an_index_that_names_a_tensor_its_shard_lacks_is_refused_with_the_neares
         Checkpoint.open(folder).tensor(misplaced)
 
 
-@pytest.mark.parametrize("shard", ["../secret.safetensors", "/etc/passwd", "..", ".", "", "sub/a", "sub\\a", "a/../b"])
+@pytest.mark.parametrize(
+    "shard", ["../secret.safetensors", "/etc/passwd", "..", ".", "", "sub/a", "sub\\a", "a/../b", "a\0b", "a" * 256]
+)
 def test_nothing_outside_the_folder_is_ever_opened(folder: Path, shard: str) -> None:
     save_file({QUERY: torch.zeros(2)}, folder.parent / "secret.safetensors")
     set_index(folder, **{QUERY: shard})
@@ -553,6 +556,69 @@ def test_a_file_that_announces_an_absurd_header_is_no_safetensors_file(folder: P
     shard.write_bytes(b"PK\x03\x04" + b"\xff" * 2000)  # a pickled .bin is a zip
     with pytest.raises(InputError, match=rf"{shard.name} of small-llama is not a safetensors file"):
         Checkpoint.open(folder).tensor(QUERY)
+
+
+@pytest.mark.parametrize("start", [b"PK\x03\x04", b"\x80\x02}q\x00."], ids=["zip", "before-torch-1.6"])
+def test_a_pickle_is_called_by_its_name(folder: Path, start: bytes) -> None:
+    shard = shard_of(folder, QUERY)
+    shard.write_bytes(start + bytes(2000))
+    with pytest.raises(InputError, match=rf"{shard.name} of small-llama is .* a pickle, which could run code and is n"):
+        Checkpoint.open(folder).tensor(QUERY)
+
+
+def test_what_torch_saves_is_called_a_pickle(folder: Path) -> None:
+    shard = shard_of(folder, QUERY)
+    for old_format in (False, True):
+        torch.save({QUERY: torch.zeros(2)}, shard, _use_new_zipfile_serialization=not old_format)
+        with pytest.raises(InputError, match="a pickle"):
+            Checkpoint.open(folder).tensor(QUERY)
+
+
+def test_a_shard_of_eight_exabytes_header_is_refused_at_once(folder: Path) -> None:
+    shard = shard_of(folder, QUERY)
+    shard.write_bytes(struct.pack("<Q", 2**63 - 1) + b"{}")
+    with pytest.raises(InputError, match=r"announces a header of 9,223,372,036,854,775,807 bytes"):
+        Checkpoint.open(folder).tensor(QUERY)
+
+
+def test_a_shard_longer_than_its_header_says_is_refused_with_both_sizes(folder: Path) -> None:
+    shard = shard_of(folder, QUERY)
+    whole = shard.stat().st_size
+    shard.write_bytes(shard.read_bytes() + b"\0")
+    with pytest.raises(InputError, match=rf"longer than its header says \({whole + 1:,} bytes, not {whole:,}\)"):
+        Checkpoint.open(folder).tensor(QUERY)
+
+
+@pytest.mark.parametrize(
+    ("places", "message"),
+    [
+        ({"a": [0, 24], "b": [0, 24]}, r"'b' overlaps 'a'"),
+        ({"a": [0, 24], "b": [20, 44]}, r"'b' overlaps 'a'"),
+        ({"b": [0, 24], "a": [20, 44]}, r"'a' overlaps 'b'"),
+        ({"a": [0, 24], "b": [28, 52]}, r"'b' leaves 4 bytes behind 'a'"),
+        ({"a": [4, 28], "b": [28, 52]}, r"'a' leaves 4 bytes behind the header"),
+    ],
+)
+def test_places_that_overlap_or_leave_holes_are_refused(tmp_path: Path, places: dict, message: str) -> None:
+    """As the safetensors library refuses them: the format has no holes."""
+    folder = write_checkpoint(tmp_path / "bad", llama_config(), {"a": torch.zeros(2, 3)})
+    good = {"a": GOOD, "b": GOOD | {"data_offsets": [24, 48]}}
+    write_raw(folder / SINGLE, good, bytes(48))
+    assert Checkpoint.open(folder).tensor("b").shape == (2, 3)
+    write_raw(folder / SINGLE, {name: GOOD | {"data_offsets": at} for name, at in places.items()}, bytes(52))
+    with pytest.raises(SafetensorError):
+        load_file(folder / SINGLE)
+    with pytest.raises(InputError, match=rf"has an unreadable header \({message}\): fetch it again"):
+        Checkpoint.open(folder)
+
+
+def test_a_name_given_twice_is_refused(tmp_path: Path) -> None:
+    """Which of the two is meant can't be known; Python's own reader would take the last."""
+    folder = write_checkpoint(tmp_path / "bad", llama_config(), {"a": torch.zeros(2, 3)})
+    entries = [json.dumps(GOOD | {"data_offsets": at}) for at in ([0, 24], [24, 48])]
+    write_raw(folder / SINGLE, f'{{"a": {entries[0]}, "a": {entries[1]}}}'.encode(), bytes(48))
+    with pytest.raises(InputError, match=r"unreadable header \(it gives 'a' twice\)"):
+        Checkpoint.open(folder)
 
 
 def test_the_header_limit_is_the_formats_own(folder: Path) -> None:
