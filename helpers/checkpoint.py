@@ -5,7 +5,7 @@ A checkpoint is a folder with ``config.json`` and either ``model.safetensors.ind
 header with dtype, shape and byte offsets a tensor, then the bytes). The reader here, unlike the safetensors library's,
 counts the bytes it reads, and copies them instead of mapping the file, so that resident memory is what was asked for.
 
-A weight is one stored tensor or, where it is packed INT4 (:mod:`helpers.quantization`), three: see :class:`Weight`.
+A weight is one stored tensor or, where it is quantised, two or three: see :class:`~helpers.weights.Weight`.
 """
 
 from __future__ import annotations
@@ -27,95 +27,19 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from helpers.errors import InputError, did_you_mean
 from helpers.files import refuse_lfs_pointer
 from helpers.paths import locate, portable
-from helpers.quantization import GROUP, PER_INT32, dequantize_int4, unpack_int4
+from helpers.quantization import dequantize_fp8, dequantize_int4, unpack_int4
 from helpers.strict_json import parse_json
+from helpers.weights import DTYPES, PACKED, PACKED_MEMBER, PLAIN, SCALES, Quantization, StoredTensor, Weight
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 ORIGIN = "origin.json"
 
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
-# What stands for its own value. Anything else is packed or scaled, and would be plausible garbage if taken as it is.
-PLAIN = ("F64", "F32", "F16", "BF16")
-# What a packed weight is stored as, in this order: the endings behind ``.weight``, and the dtype of each.
-PACKED = {"_packed": "I32", "_scale": "BF16", "_shape": "I32"}
-PACKED_MEMBER = re.compile(r"(.*\.weight)_(packed|scale|shape)")
-# The one kind of packing that can be read: Kimi K2's. With ``actorder`` the inputs would lie in another order.
-PACKING = {
-    "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP, "actorder": None
-}  # fmt: skip
 # Model types whose text model transformers knows under another name: Kimi K2 is DeepSeek-V3's architecture.
 SAME_ARCHITECTURE = {"kimi_k2": "deepseek_v3"}
 # How torch.save's files begin: a zip archive, or before torch 1.6 a pickle of protocol 2.
 PICKLES = (b"PK\x03\x04", b"\x80\x02")
 MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """Where one tensor lies: ``dtype`` as the header spells it, ``start`` and ``end`` as bytes of the shard's file."""
-
-    name: str
-    shard: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.end - self.start
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A weight and the stored tensors it is made of: the one of its name, or the three of :data:`PACKED`."""
-
-    name: str
-    stored: tuple[StoredTensor, ...]
-
-    @property
-    def packed(self) -> bool:
-        return len(self.stored) > 1
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the numbers that are stored, whatever they are packed into; from headers alone, if there's no fault."""
-        first = self.stored[0].shape
-        return (*first[:-1], first[-1] * PER_INT32) if self.packed else first
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What the weight is read in."""
-        return torch.float32 if self.packed else DTYPES[self.stored[0].dtype]
-
-    @property
-    def fault(self) -> str:
-        """Why a packed weight's three tensors can't be one weight, as far as headers tell; or ``""``."""
-        if not self.packed:
-            return ""
-        for entry, dtype in zip(self.stored, PACKED.values(), strict=True):
-            if entry.dtype != dtype:
-                return f"'{entry.name}' is stored as {entry.dtype}, not {dtype}: only packed INT4 can be unpacked."
-        packed, scale, shape = self.stored
-        if len(packed.shape) != 2 or packed.shape[1] * PER_INT32 % GROUP:
-            return (
-                f"'{packed.name}' has shape {list(packed.shape)}, not [outputs, inputs / {PER_INT32}] of inputs in "
-                f"groups of {GROUP}."
-            )
-        expected = [self.shape[0], self.shape[1] // GROUP]
-        if list(scale.shape) != expected:
-            return (
-                f"'{scale.name}' has shape {list(scale.shape)}, not {expected}, one scale for {GROUP} inputs of "
-                f"'{packed.name}'."
-            )
-        if shape.shape != (2,):
-            return f"'{shape.name}' has shape {list(shape.shape)}, not [2]: it must hold outputs and inputs."
-        return ""
 
 
 @dataclass
@@ -183,10 +107,15 @@ class Checkpoint:
             )
         raise InputError(f"{self.name} has decoder layers under several prefixes ({', '.join(map(repr, prefixes))}).")
 
+    @cached_property
+    def quantization(self) -> Quantization:
+        """What the config says of stored weights."""
+        return Quantization.of(self.raw_config)
+
     def layer_names(self, layer: int, part: str = "") -> list[str]:
         """Names of the weights of one decoder layer, or of its ``part`` such as ``"self_attn."``.
 
-        A packed weight counts as one, under the name that it would have unpacked.
+        A quantised weight counts as one, under the name that it would have in plain numbers.
         """
         start = f"{self.prefix}layers.{layer}.{part}"
         names = (self._weight_of(name) for name in self.shard_of if name.startswith(start))
@@ -194,12 +123,16 @@ class Checkpoint:
 
     def _weight_of(self, name: str) -> str:
         """Name of the weight that the stored tensor ``name`` belongs to."""
+        if name.endswith(".weight" + SCALES):
+            return name.removesuffix(SCALES)
         member = PACKED_MEMBER.fullmatch(name)
-        # beside a weight, a scale is another format's: it stays a tensor of its own, which nothing reads
+        # beside a weight, such a tensor is another format's: it stays one of its own, which nothing reads
         return member[1] if member and member[1] not in self.shard_of else name
 
     def members(self, name: str) -> tuple[str, ...]:
         """Names of the stored tensors that the weight ``name`` is made of, those that are missing included."""
+        if name + SCALES in self.shard_of and name.endswith(".weight"):
+            return (name, name + SCALES)
         packed = tuple(name + ending for ending in PACKED)
         stored = any(member in self.shard_of and self._weight_of(member) == name for member in packed)
         return packed if stored else (name,)
@@ -208,16 +141,17 @@ class Checkpoint:
         """Say which stored tensors the weight ``name`` is made of and where they lie; reads headers only.
 
         Raises:
-            InputError: a packed weight lacks one of its tensors; or as :meth:`stored`, for any of them.
+            InputError: a quantised weight lacks one of its tensors; or as :meth:`stored`, for any of them.
         """
         members = self.members(name)
         missing = [member for member in members if member not in self.shard_of]
         if len(members) > 1 and missing:
+            kind = "FP8 with scales" if len(members) == 2 else "packed INT4"
             raise InputError(
-                f"'{name}' of {self.name} is packed INT4, but '{missing[0]}' is missing: fetch the index and its "
-                "shards again."
+                f"'{name}' of {self.name} is {kind}, but '{missing[0]}' is missing: fetch the index and its shards "
+                "again."
             )
-        return Weight(name, tuple(self.stored(member) for member in members))
+        return Weight(name, tuple(self.stored(member) for member in members), self.quantization)
 
     def stored(self, name: str) -> StoredTensor:
         """Say where the tensor ``name`` lies; reads its shard's header the first time.
@@ -239,66 +173,48 @@ class Checkpoint:
     def tensor(self, name: str) -> torch.Tensor:
         """Read one weight in its shape; only the bytes of what it is made of are read.
 
-        A plain tensor comes in its stored dtype, a packed weight in float32, which holds its numbers exactly.
+        A plain tensor comes in its stored dtype, a quantised weight in float32: a packed one exactly, an FP8 one with
+        each product rounded once.
 
         Raises:
-            InputError: no such tensor; one whose stored numbers don't stand for themselves (FP8); or a packed weight
-                with a part missing or unfit, or without a config that says how it is packed.
+            InputError: no such tensor; one whose stored numbers stand for others in a way that can't be read; or a
+                quantised weight with a part missing or unfit, a scale that isn't a positive number, or a config that
+                doesn't say how it is stored.
         """
-        if len(self.members(name)) == 1:
-            return self._values(self.plain(name))
         weight = self.weight(name)
-        self.check_packing(name)
         if weight.fault:
-            raise InputError(f"A packed weight of {self.name} doesn't fit together, fetch it again: {weight.fault}")
-        packed, scale, shape = weight.stored
-        said = self._values(shape).tolist()
-        if said != list(weight.shape):
             raise InputError(
-                f"'{shape.name}' of {self.name} says {said}, but '{packed.name}' holds {list(weight.shape)}: they are "
-                "of different downloads, so fetch both again."
+                f"A weight of {self.name} can't be read: {weight.fault} Fetch weights and config.json again, from one "
+                "place, or use a BF16 checkpoint."
             )
-        return dequantize_int4(unpack_int4(self._values(packed)), self._values(scale))
+        if weight.packed:
+            packed, scale, shape = weight.stored
+            said = self._values(shape).tolist()
+            if said != list(weight.shape):
+                raise InputError(
+                    f"'{shape.name}' of {self.name} says {said}, but '{packed.name}' holds {list(weight.shape)}: they "
+                    "are of different downloads, so fetch both again."
+                )
+            return dequantize_int4(unpack_int4(self._values(packed)), self._scales(scale))
+        if weight.scaled:
+            values, scale = weight.stored
+            assert self.quantization.block is not None  # or the weight has a fault
+            return dequantize_fp8(self._values(values), self._scales(scale), self.quantization.block)
+        return self._values(weight.stored[0])
+
+    def _scales(self, stored: StoredTensor) -> torch.Tensor:
+        """Read scales, and refuse what isn't a positive number: it would be plausible garbage, or nothing."""
+        scales = self._values(stored)
+        bad = int((~(torch.isfinite(scales) & (scales > 0))).sum())
+        if bad:
+            raise InputError(
+                f"'{stored.name}' of {self.name} holds {bad:,} scales that are no positive numbers: fetch its shard "
+                "again."
+            )
+        return scales
 
     def _values(self, stored: StoredTensor) -> torch.Tensor:
         return self._read(stored, stored.start, stored.nbytes).view(DTYPES[stored.dtype]).reshape(stored.shape)
-
-    def check_packing(self, name: str) -> None:
-        """Refuse the packed weight ``name`` unless the config says that it is packed as Kimi K2's experts are.
-
-        Raises:
-            InputError: the config says nothing of it, or something else.
-        """
-        if self._packing_fault:
-            raise InputError(
-                f"'{name}' of {self.name} is packed, and {self._packing_fault}. Only Kimi K2's packing can be read "
-                f"(pack-quantized: symmetric INT4 in groups of {GROUP}): fetch the config.json that belongs to the "
-                "weights, or use a BF16 checkpoint."
-            )
-
-    @cached_property
-    def _packing_fault(self) -> str:
-        """What of the config's ``quantization_config``, the text model's or the whole one's, isn't as in Kimi K2."""
-        text = self.raw_config.get("text_config", self.raw_config)
-        found = text.get("quantization_config") or self.raw_config.get("quantization_config")
-        if not found:
-            return "config.json has no quantization_config that says how"
-        if not isinstance(found, dict):
-            return f"quantization_config in config.json is no object but {type(found).__name__}"
-        if found.get("format") != "pack-quantized":
-            return f"quantization_config in config.json gives format as {found.get('format')!r}, not 'pack-quantized'"
-        groups = found.get("config_groups")
-        if not isinstance(groups, dict) or not groups:
-            return "quantization_config in config.json has no config_groups"
-        for key, group in groups.items():
-            weights = group.get("weights") if isinstance(group, dict) else None
-            if not isinstance(weights, dict):
-                return f"{key} of quantization_config in config.json says nothing of weights"
-            for option, value in PACKING.items():
-                given = weights.get(option)
-                if type(given) is not type(value) or given != value:  # True is 1, but symmetric isn't a number
-                    return f"{key} of quantization_config in config.json gives {option} as {given!r}, not {value!r}"
-        return ""
 
     def rows(self, name: str, ids: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """Read selected rows of a matrix [rows, width] -> [len(ids), width]; each distinct row is read once.
@@ -382,15 +298,14 @@ class Checkpoint:
         members = self.members(name)
         if len(members) > 1:
             raise InputError(
-                f"'{name}' of {self.name} is packed INT4 ('{members[0]}'): it can be read as a whole, but has no rows "
+                f"'{name}' of {self.name} is quantised ('{members[-1]}'): it can be read as a whole, but has no rows "
                 "to read one by one. Use a checkpoint that stores it in BF16, F16 or F32."
             )
         stored = self.stored(name)
         if stored.dtype not in PLAIN:
             raise InputError(
-                f"'{name}' is stored as {stored.dtype}, which stands for other numbers only with its scales. Quantised "
-                "tensors can't be read; use a BF16, F16 or F32 checkpoint (Kimi K2.5, K2.6 and K2-Thinking store "
-                "attention in BF16)."
+                f"'{name}' is stored as {stored.dtype}, which stands for other numbers: its rows can't be read. Use a "
+                "checkpoint that stores it in BF16, F16 or F32."
             )
         return stored
 

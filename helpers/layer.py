@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from helpers.checkpoint import PLAIN, Checkpoint, StoredTensor, Weight
+from helpers.checkpoint import Checkpoint
 from helpers.errors import InputError, did_you_mean
 from helpers.memory import decoder_layer_bytes
-from helpers.quantization import GROUP
+from helpers.weights import StoredTensor, Weight
 
 # Buffers that old checkpoints store and no module reads: the rotary frequencies follow from the config.
 IGNORED = ("rotary_emb.inv_freq",)
@@ -36,7 +36,8 @@ class LoadReport:
     """What one module takes from a checkpoint. Names, shapes and dtypes were checked both ways before it exists.
 
     ``sources`` maps each of the module's tensors to the weights it is made of (one, but for fused experts), which are
-    one stored tensor each, or three if packed; ``ignored`` are stored tensors of the layer that no module reads.
+    one stored tensor each, or two or three if quantised; ``ignored`` are stored tensors of the layer that no module
+    reads.
     """
 
     sources: dict[str, list[Weight]]
@@ -177,7 +178,8 @@ def initializer_range(config: PreTrainedConfig) -> float:
 
 
 def load_decoder_layer(ckpt: Checkpoint, layer: int, dtype: torch.dtype, device: str) -> nn.Module:
-    """Load the whole decoder layer ``layer`` (norms, attention, feed-forward or experts); packed weights are unpacked.
+    """Load the whole decoder layer ``layer`` (norms, attention, feed-forward or experts); quantised weights are
+    dequantised.
 
     Raises:
         InputError: as :func:`load_attention`.
@@ -302,8 +304,8 @@ def _match(ckpt: Checkpoint, layer: int, part: str, module: nn.Module) -> LoadRe
     """Hold the module's tensors against the checkpoint's, both ways; reads headers only.
 
     Raises:
-        InputError: lists every missing, unexpected, misshapen and quantised tensor, with the nearest name; or weights
-            are packed in another way than can be read.
+        InputError: lists every missing, unexpected and misshapen tensor, with the nearest name, and every weight that
+            is stored in a way that can't be read.
     """
     start = f"{ckpt.prefix}layers.{layer}."
     held = {name.removeprefix(start) for name in ckpt.layer_names(layer, part)}
@@ -327,14 +329,13 @@ def _match(ckpt: Checkpoint, layer: int, part: str, module: nn.Module) -> LoadRe
     if not problems:
         problems = [f"'{start}{name}' has no place in {type(module).__name__}." for name in sorted(unexpected)]
     weights = {name: ckpt.weight(start + name) for name in expected if not missing[name]}
-    first_packed = next((weight for weight in weights.values() if weight.packed), None)
-    if first_packed:
-        ckpt.check_packing(first_packed.name)  # once: what is wrong with the config is so for every packed weight
+    of_config = [weight.config_fault for weight in weights.values() if weight.config_fault]
+    problems += of_config[:1]  # once: it is so for every weight that is stored like that
     for name, weight in weights.items():
+        if of_config:
+            break
         if weight.fault:
             problems.append(weight.fault)
-        elif not weight.packed and weight.stored[0].dtype not in PLAIN:
-            problems.append(f"'{weight.name}' is stored as {weight.stored[0].dtype}: quantised tensors can't be read.")
         elif weight.shape != expected[name]:
             problems.append(f"'{weight.name}' has shape {list(weight.shape)}, not {list(expected[name])}.")
     if problems:
@@ -385,12 +386,6 @@ def _finite(ckpt: Checkpoint, weight: Weight, dtype: torch.dtype) -> torch.Tenso
     low, high = torch.aminmax(tensor)  # NaN comes through; no temporary of the tensor's size
     if not torch.isfinite(torch.stack([low, high])).all():
         finite = torch.isfinite(tensor)
-        if weight.packed:  # four bits hold no such value: a scale does, or is so large that 8 times it is infinite
-            groups = int((~finite).unflatten(-1, (-1, GROUP)).any(dim=-1).sum())
-            raise InputError(
-                f"'{weight.stored[1].name}' of {ckpt.name} makes the weights of {groups:,} groups of {GROUP} NaN or "
-                "infinite: fetch its shard again."
-            )
         bad = tensor.numel() - int(finite.sum())
         raise InputError(f"'{name}' of {ckpt.name} holds {bad:,} NaN or infinite values: fetch its shard again.")
     if max(-low.item(), high.item()) > torch.finfo(dtype).max:

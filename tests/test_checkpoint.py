@@ -15,21 +15,24 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.utils.match import match_name
 from conftest import llama_config, make_model, mla_config, stored_tensors, write_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from test_quantization import random_packed, weight_by_hand
+from test_quantization import random_packed, values_by_hand, weight_by_hand
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from helpers.checkpoint import INDEX, MAX_HEADER_BYTES, SINGLE, Checkpoint
 from helpers.errors import InputError
 from helpers.kimi_shaped import CONFIG
+from helpers.weights import Quantization
 
 KEY = "language_model.model.layers.1.self_attn.kv_b_proj.weight"
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 EMBEDDINGS = "model.embed_tokens.weight"
-DOWN = "model.layers.1.mlp.down_proj.weight"  # packed where it is not said otherwise: 6 outputs, 96 inputs
+DOWN = "model.layers.1.mlp.experts.0.down_proj.weight"  # packed where it is not said otherwise: 6 outputs, 96 inputs
 
 
 def header_of(path: Path) -> tuple[int, dict[str, Any]]:
@@ -675,7 +678,7 @@ def test_a_header_of_garbage_is_refused(tmp_path: Path, header: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int32, torch.uint8, torch.int8])
-def test_quantised_tensors_are_refused_by_name_and_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_numbers_that_stand_for_others_are_refused_by_name_and_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     """Their bytes read as numbers would be plausible garbage."""
     name = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}.get(dtype) or (
         str(dtype).removeprefix("torch.").replace("uint", "U").replace("int", "I")
@@ -766,7 +769,7 @@ def test_a_layer_lists_a_packed_weight_once(tmp_path: Path) -> None:
 
 
 def test_a_weight_that_is_there_is_not_packed_whatever_lies_beside_it(tmp_path: Path) -> None:
-    """FP8 checkpoints store a ``weight_scale`` beside the weight: it stays a tensor of its own, and FP8 refused."""
+    """Other formats store a ``weight_scale`` beside the weight: it stays a tensor of its own."""
 
     def fp8(tensors: dict[str, torch.Tensor]) -> None:
         del tensors[f"{DOWN}_packed"], tensors[f"{DOWN}_shape"]
@@ -774,11 +777,72 @@ def test_a_weight_that_is_there_is_not_packed_whatever_lies_beside_it(tmp_path: 
 
     checkpoint = Checkpoint.open(write_packed(tmp_path, fp8))
     assert sorted(checkpoint.layer_names(1)) == [DOWN, f"{DOWN}_scale"]
-    with pytest.raises(InputError, match=rf"'{DOWN}' is stored as F8_E4M3, .*BF16"):
+    with pytest.raises(InputError, match=rf"'{DOWN}' is stored as F8_E4M3, but its scales '{DOWN}_scale_inv' are miss"):
         checkpoint.tensor(DOWN)
-    both = Checkpoint.open(write_packed(tmp_path, lambda tensors: tensors.update({DOWN: torch.ones(2, 3)})))
-    assert torch.equal(both.tensor(DOWN), torch.ones(2, 3))
-    assert len(both.layer_names(1)) == 4
+
+
+def test_an_expert_that_is_neither_packed_nor_ignored_is_refused(tmp_path: Path) -> None:
+    """Router and embeddings are plain and match no pattern either: that is as Kimi K2.6 is stored."""
+    router = "model.layers.1.mlp.gate.weight"
+
+    def plain(tensors: dict[str, torch.Tensor]) -> None:
+        for ending in ("_packed", "_scale", "_shape"):
+            del tensors[DOWN + ending]
+        tensors |= {DOWN: torch.ones(6, 96), router: torch.ones(4, 96), EMBEDDINGS: torch.ones(4, 4)}
+
+    folder = write_packed(tmp_path, plain)
+    checkpoint = Checkpoint.open(folder)
+    with pytest.raises(InputError, match=rf"'{DOWN}' is stored as F32, but config\.json says that experts are packed"):
+        checkpoint.tensor(DOWN)
+    assert checkpoint.tensor(router).shape == (4, 96)
+    assert checkpoint.tensor(EMBEDDINGS).shape == (4, 4)
+    for pattern in (r"re:.*experts\.\d+\.down_proj", DOWN.removesuffix(".weight")):
+        set_config(folder, quantization_config=packing() | {"ignore": [pattern]})
+        assert torch.equal(Checkpoint.open(folder).tensor(DOWN), torch.ones(6, 96))
+
+
+@pytest.mark.parametrize("pattern", [r"re:.*mlp\.experts.*", DOWN.removesuffix(".weight")])
+def test_a_packed_weight_of_an_ignored_module_is_refused(tmp_path: Path, pattern: str) -> None:
+    folder = write_packed(tmp_path)
+    set_config(folder, quantization_config=packing() | {"ignore": [pattern]})
+    with pytest.raises(InputError, match=rf"'{DOWN}' is packed, but config\.json lists its module as one that isn't"):
+        Checkpoint.open(folder).tensor(DOWN)
+
+
+names = st.sampled_from(["lm_head", "model.lm_head", "model.layers.1.mlp.gate", "model.layers.1.self_attn.q_proj"])
+patterns = (
+    names | names.map(re.escape).map("re:{}".format) | st.sampled_from(["re:.*gate", "re:lm", "re:.*head$", "re:"])
+)
+
+
+@given(names, st.lists(patterns, max_size=3))
+def test_ignored_is_what_compressed_tensors_ignores(module: str, ignore: list[str]) -> None:
+    quantization = Quantization.of({"quantization_config": packing() | {"ignore": ignore}})
+    assert quantization.ignores(f"{module}.weight") == any(match_name(module, pattern) for pattern in ignore)
+
+
+@pytest.mark.parametrize("size", [8, 64, 96])
+def test_the_config_says_how_large_groups_are(tmp_path: Path, size: int) -> None:
+    packed, _, shape = random_packed(DOWN, 6, 192).values()
+    scale = (0.01 + torch.rand(6, 192 // size)).bfloat16()
+    stored = {f"{DOWN}_packed": packed, f"{DOWN}_scale": scale, f"{DOWN}_shape": shape}
+    folder = write_packed(tmp_path, lambda tensors: tensors.update(stored))
+    set_config(folder, quantization_config=packing(group_size=size))
+    widened = torch.repeat_interleave(scale.double(), size, dim=1)
+    expected = torch.tensor(values_by_hand(packed)).double() * widened
+    assert torch.equal(Checkpoint.open(folder).tensor(DOWN).double(), expected)
+
+
+@pytest.mark.parametrize("value", [0.0, -0.01, float("nan"), float("inf")])
+@pytest.mark.parametrize("ending", ["_scale", "_scale_inv"])
+def test_a_scale_that_is_no_positive_number_is_refused(tmp_path: Path, ending: str, value: float) -> None:
+    if ending == "_scale":
+        folder = write_packed(tmp_path, lambda tensors: tensors[f"{DOWN}_scale"][2, 1:].fill_(value))
+    else:
+        folder = write_fp8(tmp_path, lambda tensors: tensors[f"{DOWN}_scale_inv"][1, :2].fill_(value))
+    name = folder.name
+    with pytest.raises(InputError, match=rf"'{DOWN}{ending}' of {name} holds 2 scales that are no positive numbers"):
+        Checkpoint.open(folder).tensor(DOWN)
 
 
 @pytest.mark.parametrize("ending", ["_packed", "_scale", "_shape"])
@@ -806,9 +870,7 @@ def test_a_part_of_another_dtype_is_named(tmp_path: Path, ending: str, dtype: to
         tensors[DOWN + ending] = tensors[DOWN + ending].to(dtype)
 
     checkpoint = Checkpoint.open(write_packed(tmp_path, convert))
-    with pytest.raises(
-        InputError, match=rf"of packed doesn't fit together, .*: '{DOWN}{ending}' {message}: only packed INT4"
-    ):
+    with pytest.raises(InputError, match=rf"of packed can't be read: '{DOWN}{ending}' {message}: only packed INT4"):
         checkpoint.tensor(DOWN)
 
 
@@ -835,7 +897,7 @@ def test_parts_whose_shapes_do_not_fit_are_named(
 
     checkpoint = Checkpoint.open(write_packed(tmp_path, reshape))
     before = checkpoint.bytes_read
-    with pytest.raises(InputError, match=rf"of packed doesn't fit together, .*: '{DOWN}{ending}' {message}"):
+    with pytest.raises(InputError, match=rf"of packed can't be read: '{DOWN}{ending}' {message}"):
         checkpoint.tensor(DOWN)
     assert checkpoint.bytes_read == before
 
@@ -882,7 +944,12 @@ FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
         (packing() | {"config_groups": {"group_0": None}}, "group_0 of .* says nothing of weights"),
         (packing(num_bits=8), "group_0 of .* gives num_bits as 8, not 4"),
         (packing(num_bits="4"), "group_0 of .* gives num_bits as '4', not 4"),
-        (packing(group_size=128), "group_0 of .* gives group_size as 128, not 32"),
+        (packing(group_size=12), "group_0 of .* gives group_size as 12, not as a multiple of 8 such as 32"),
+        (packing(group_size=0), "group_0 of .* gives group_size as 0, not .* as 32"),
+        (packing(group_size="32"), "group_0 of .* gives group_size as '32', not .* as 32"),
+        (packing(group_size=None), "group_0 of .* gives group_size as None, not .* as 32"),
+        (packing() | {"ignore": "lm_head"}, "ignore of .* is no list of module names"),
+        (packing() | {"ignore": ["re:("]}, r"ignore of .* holds 're:\(', which is no pattern .*"),
         (packing(strategy="channel"), "group_0 of .* gives strategy as 'channel', not 'group'"),
         (packing(symmetric=False), "group_0 of .* gives symmetric as False, not True"),
         (packing(type="float"), "group_0 of .* gives type as 'float', not 'int'"),
@@ -898,7 +965,7 @@ def test_packing_that_the_config_does_not_describe_as_kimis_is_refused(
     config["quantization_config"] = quantization
     (folder / "config.json").write_text(json.dumps(config))
     checkpoint = Checkpoint.open(folder)
-    with pytest.raises(InputError, match=rf"'{DOWN}' of packed is packed, and .*{message}\. Only Kimi K2's packing"):
+    with pytest.raises(InputError, match=rf"of packed can't be read: '{DOWN}' is packed, and .*{message}\. Only Kimi"):
         checkpoint.tensor(DOWN)
     assert checkpoint.tensor(QUERY).shape == (48, 48)
 
@@ -916,5 +983,122 @@ def test_a_second_group_of_another_packing_is_refused(tmp_path: Path) -> None:
 def test_rows_of_a_packed_weight_are_refused(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(write_packed(tmp_path))
     for read in (lambda: checkpoint.rows(DOWN, [0]), lambda: checkpoint.plain(DOWN)):
-        with pytest.raises(InputError, match=rf"'{DOWN}' of packed is packed INT4 \('{DOWN}_packed'\): .*BF16"):
+        with pytest.raises(InputError, match=rf"'{DOWN}' of packed is quantised \('{DOWN}_shape'\): .*BF16"):
             read()
+
+
+# FP8 in blocks
+
+
+def fp8_by_hand(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Each number times its block's, one by one, in float64; then rounded to float32 once."""
+    rows, scales = values.double().tolist(), scale.double().tolist()
+    exact = [[v * scales[i // block[0]][j // block[1]] for j, v in enumerate(row)] for i, row in enumerate(rows)]
+    return torch.tensor(exact, dtype=torch.float64).float()
+
+
+def write_fp8(
+    folder: Path,
+    change: Callable[[dict[str, torch.Tensor]], object] = lambda tensors: None,
+    shape: tuple[int, int] = (200, 300),
+    block: tuple[int, int] = (128, 128),
+    **config: Any,
+) -> Path:
+    """A Llama's folder with the FP8 weight :data:`DOWN`: random bytes, none of them e4m3's NaN, and random scales."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(0, 127, shape, generator=generator) + 128 * torch.randint(0, 2, shape, generator=generator)
+    grid = [-(-n // size) for n, size in zip(shape, block, strict=True)]
+    tensors = {
+        DOWN: values.to(torch.uint8).view(torch.float8_e4m3fn),
+        f"{DOWN}_scale_inv": torch.rand(grid, generator=generator) * 0.01 + 1e-4,
+        QUERY: torch.randn(48, 48),
+    }
+    change(tensors)
+    write_checkpoint(folder / "scaled", llama_config(), tensors, n_shards=2)
+    set_config(folder / "scaled", quantization_config=FP8 | {"weight_block_size": list(block)} | config)
+    return folder / "scaled"
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (1, 1), (127, 129), (200, 300), (256, 384)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_fp8_weight_is_what_a_plain_loop_makes_of_it(
+    tmp_path: Path, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Edges that are no multiple of a block included."""
+    scales: list[torch.Tensor] = []
+
+    def convert(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{DOWN}_scale_inv"] = tensors[f"{DOWN}_scale_inv"].to(dtype)
+        scales.extend((tensors[DOWN], tensors[f"{DOWN}_scale_inv"]))
+
+    checkpoint = Checkpoint.open(write_fp8(tmp_path, convert, shape))
+    assert same_bits(checkpoint.tensor(DOWN), fp8_by_hand(scales[0], scales[1], (128, 128)))
+    assert checkpoint.layer_names(1) == [DOWN]
+    weight = checkpoint.weight(DOWN)
+    assert (weight.scaled, weight.shape, weight.dtype, weight.fault) == (True, shape, torch.float32, "")
+
+
+@pytest.mark.parametrize("block", [(64, 32), (1, 300), (200, 1), (7, 5)])
+def test_the_config_says_how_large_blocks_are(tmp_path: Path, block: tuple[int, int]) -> None:
+    checkpoint = Checkpoint.open(write_fp8(tmp_path, block=block))
+    values, scale = (checkpoint._values(entry) for entry in checkpoint.weight(DOWN).stored)
+    assert same_bits(checkpoint.tensor(DOWN), fp8_by_hand(values, scale, block))
+
+
+def test_an_fp8_weight_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
+    """Where no edge is cut, which is all that transformers' own conversion takes."""
+    checkpoint = Checkpoint.open(write_fp8(tmp_path, shape=(256, 384)))
+    values, scale = (checkpoint._values(entry) for entry in checkpoint.weight(DOWN).stored)
+    theirs = Fp8Dequantize(None)._dequantize_one(values, scale)
+    assert same_bits(checkpoint.tensor(DOWN), theirs)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(f"{DOWN}_scale_inv"), "is stored as F8_E4M3, but its scales '.*_scale_inv' are missing"),
+        (lambda t: t.update({DOWN: torch.ones(200, 300)}), "is stored as F32, not F8_E4M3, and yet has scales"),
+        (lambda t: t.update({DOWN: t[DOWN].view(torch.float8_e5m2)}), "is stored as F8_E5M2, not F8_E4M3"),
+        (lambda t: t.update({f"{DOWN}_scale_inv": torch.ones(3, 2)}), r"has shape \[3, 2\], not \[2, 3\], one scale"),
+        (lambda t: t.update({f"{DOWN}_scale_inv": torch.ones(())}), r"has shape \[\], not \[2, 3\]"),
+        (lambda t: t.update({f"{DOWN}_scale_inv": torch.ones(2, 3).half()}), "is stored as F16, not F32 or BF16"),
+        (lambda t: t.update({DOWN: t[DOWN][None]}), r"has shape \[1, 200, 300\], not \[outputs, inputs\]"),
+    ],
+    ids=["no-scales", "plain-with-scales", "e5m2", "scales-turned", "one-scale", "scales-f16", "three-dimensions"],
+)
+def test_an_fp8_weight_that_does_not_fit_together_is_refused(
+    tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], object], message: str
+) -> None:
+    checkpoint = Checkpoint.open(write_fp8(tmp_path, change))
+    with pytest.raises(InputError, match=rf"A weight of scaled can't be read: '{DOWN}\w*' {message}"):
+        checkpoint.tensor(DOWN)
+    assert checkpoint.tensor(QUERY).shape == (48, 48)
+
+
+def test_scales_without_their_weight_are_refused(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(write_fp8(tmp_path, lambda tensors: tensors.pop(DOWN)))
+    with pytest.raises(InputError, match=rf"'{DOWN}' of scaled is FP8 with scales, but '{DOWN}' is missing"):
+        checkpoint.tensor(DOWN)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "gptq"}, "gives quant_method as 'gptq', not 'fp8'"),
+        ({"fmt": "e5m2"}, "gives fmt as 'e5m2', not 'e4m3'"),
+        ({"weight_block_size": None}, r"gives weight_block_size as None, not as \[128, 128\]"),
+        ({"weight_block_size": [128]}, r"gives weight_block_size as \[128\]"),
+        ({"weight_block_size": [0, 128]}, r"gives weight_block_size as \[0, 128\]"),
+        ({"weight_block_size": [128.0, 128]}, r"gives weight_block_size as \[128\.0, 128\]"),
+    ],
+)
+def test_blocks_that_the_config_does_not_describe_are_refused(tmp_path: Path, config: Any, message: str) -> None:
+    folder = write_fp8(tmp_path)
+    set_config(folder, quantization_config=FP8 | config)
+    with pytest.raises(InputError, match=rf"'{DOWN}' has scales of blocks, and .*{message}"):
+        Checkpoint.open(folder).tensor(DOWN)
+
+
+def test_rows_of_an_fp8_weight_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=rf"'{DOWN}' of scaled is quantised \('{DOWN}_scale_inv'\)"):
+        Checkpoint.open(write_fp8(tmp_path)).rows(DOWN, [0])

@@ -322,7 +322,7 @@ def test_a_quantised_tensor_is_named(tmp_path: Path, mla_model: nn.Module, dtype
     def quantise(tensors: dict[str, torch.Tensor]) -> None:
         tensors[O_PROJ] = tensors[O_PROJ].to(dtype)
 
-    with pytest.raises(InputError, match=rf"{O_PROJ}' is stored as {name}: quantised tensors can't be read"):
+    with pytest.raises(InputError, match=rf"{O_PROJ}' is stored as {name}, (but|which)"):
         load_attention(write_mla(tmp_path, quantise, mla_model), 1)
 
 
@@ -725,7 +725,7 @@ def test_the_report_counts_weights_and_lists_what_is_stored(tmp_path: Path) -> N
     tensors = {other: tensor for other, tensor in stored_tensors(make_model(config)).items() if other != name}
     tensors |= random_packed(name, 32, 64)
     folder = write_checkpoint(tmp_path / "packed-llama", config, tensors, n_shards=2)
-    set_packing(folder, json.loads(CONFIG.read_text())["text_config"]["quantization_config"])
+    set_packing(folder, json.loads(CONFIG.read_text())["text_config"]["quantization_config"] | {"ignore": []})
     layer = load_attention(Checkpoint.open(folder), 0, torch.float32)
     by_hand = weight_by_hand(tensors[f"{name}_packed"], tensors[f"{name}_scale"])
     assert torch.equal(layer.module.v_proj.weight, by_hand)
@@ -788,7 +788,7 @@ def test_experts_of_an_unknown_packing_are_refused_once(tmp_path: Path, packed_k
     folder = packed_kimi.write(tmp_path).folder
     set_packing(folder, None)
     checkpoint = Checkpoint.open(folder)
-    refused = r"layers\.1\.mlp\.experts\.0\.gate_proj\.weight' of packed-kimi is packed, and .*says how"
+    refused = r"layers\.1\.mlp\.experts\.0\.gate_proj\.weight' is packed, and .*says how"
     for check in (
         lambda: check_layers_below(checkpoint, 2, 16, torch.float32, free_bytes=10**9),
         lambda: load_decoder_layer(checkpoint, 1, torch.float32, "cpu"),
@@ -801,13 +801,15 @@ def test_experts_of_an_unknown_packing_are_refused_once(tmp_path: Path, packed_k
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38])
 def test_a_scale_that_is_no_number_is_named(tmp_path: Path, packed_kimi: PackedKimi, value: float) -> None:
-    """Also where all of its values are 0, or where only the product is infinite: 8 times 3e38 is."""
+    """Also where only the product is infinite: 8 times 3e38 is."""
 
     def damage(tensors: dict[str, torch.Tensor]) -> None:
         tensors[f"{EXPERT}_scale"][3, 1] = value
         tensors[f"{EXPERT}_scale"][5] = value
 
-    expected = rf"'language_model\.{EXPERT}_scale' of packed-kimi makes the weights of 3 groups of 32 NaN or infinite"
+    expected = rf"'language_model\.{EXPERT}_scale' of packed-kimi holds 3 scales that are no positive numbers"
+    if value == 3e38:
+        expected = rf"'language_model\.{EXPERT}' of packed-kimi holds \d+ NaN or infinite values"
     with pytest.raises(InputError, match=expected):
         load_decoder_layer(packed_kimi.write(tmp_path, damage), 1, torch.float32, "cpu")
 

@@ -1,14 +1,25 @@
-"""Packed INT4 against plain Python: bits one by one, and exact fractions for what rounds to what."""
+"""Quantised weights against plain Python (bits one by one, exact fractions) and the compressed-tensors library."""
 
 from __future__ import annotations
 
 from fractions import Fraction
 
 import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import dequantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.quantization import GROUP, dequantize_int4, pack_int4, quantize_int4, unpack_int4
+from helpers.quantization import (
+    GROUP,
+    dequantize_fp8,
+    dequantize_int4,
+    pack_int4,
+    quantize_fp8,
+    quantize_int4,
+    unpack_int4,
+)
 
 LEVELS = range(-8, 8)
 SLACK = Fraction(1, 2**20)  # of a scale: what float32's division may round
@@ -144,4 +155,59 @@ def test_what_was_dequantised_packs_back_into_the_same_numbers(rows: list[list[f
 def test_a_group_of_zeros_stays_zero() -> None:
     values, scale = quantize_int4(torch.zeros(2, 64))
     assert torch.equal(dequantize_int4(values, scale), torch.zeros(2, 64))
+    assert (scale > 0).all()
+
+
+# Held to the compressed-tensors library, which wrote the published files
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**31), st.sampled_from([(1, 32, 32), (6, 96, 32), (5, 128, 64), (3, 96, 8)]))
+def test_unpacked_and_dequantised_bit_for_bit_as_compressed_tensors_does(
+    seed: int, shape: tuple[int, int, int]
+) -> None:
+    n_out, n_in, group = shape
+    generator = torch.Generator().manual_seed(seed)
+    packed = torch.randint(-(2**31), 2**31, (n_out, n_in // 8), generator=generator).to(torch.int32)
+    scale = (torch.rand(n_out, n_in // group, generator=generator) + 1e-3).bfloat16()
+    theirs = unpack_from_int32(packed, 4, torch.Size((n_out, n_in)))
+    ours = unpack_int4(packed)
+    assert torch.equal(ours, theirs)
+    assert torch.equal(pack_to_int32(ours, 4), pack_int4(ours))
+    args = QuantizationArgs(num_bits=4, group_size=group, strategy="group", symmetric=True)
+    weight = dequantize(theirs, scale.float(), args=args, dtype=torch.float32)
+    assert torch.equal(dequantize_int4(ours, scale).view(torch.int32), weight.view(torch.int32))
+
+
+# FP8
+
+sizes = st.tuples(st.integers(1, 40), st.integers(1, 40))
+blocks = st.sampled_from([(16, 16), (8, 24), (1, 40), (128, 128)])
+
+
+@settings(deadline=None)
+@given(sizes, blocks, st.integers(0, 2**31), st.sampled_from([1e-30, 1e-3, 1.0, 1e30]))
+def test_fp8_takes_the_nearest_number_of_e4m3(
+    size: tuple[int, int], block: tuple[int, int], seed: int, magnitude: float
+) -> None:
+    """Each block's largest number is kept; all others become the nearest that e4m3 has."""
+    weight = torch.randn(size, generator=torch.Generator().manual_seed(seed)) * magnitude
+    values, scale = quantize_fp8(weight, block)
+    assert (values.dtype, values.shape, scale.dtype) == (torch.float8_e4m3fn, weight.shape, torch.float32)
+    assert scale.shape == (-(-size[0] // block[0]), -(-size[1] // block[1]))
+    levels = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    levels = levels[levels.isfinite()]
+    again = dequantize_fp8(values, scale, block).double()
+    for i in range(scale.shape[0]):
+        for j in range(scale.shape[1]):
+            part = (slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1]))
+            own, step = weight[part].double(), scale[i, j].double()
+            nearest = (own[..., None] - levels * step).abs().amin(dim=-1)
+            torch.testing.assert_close((own - again[part]).abs(), nearest, rtol=1e-4, atol=float(step) * 1e-4)
+            assert abs(float(again[part].abs().max() / own.abs().max()) - 1) < 1e-6
+
+
+def test_fp8_zeros_stay_zero() -> None:
+    values, scale = quantize_fp8(torch.zeros(130, 5))
+    assert torch.equal(dequantize_fp8(values, scale), torch.zeros(130, 5))
     assert (scale > 0).all()
